@@ -1,0 +1,69 @@
+"""What a checkpoint is to the rest of the project, and the one function that opens it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.gguf_file import GGUFFile
+from checkpoints.gguf_header import MAGIC
+from checkpoints.safetensors_folder import PICKLE_SUFFIXES, SafetensorsFolder, refuse_pickle
+from checkpoints.tokenizer_source import TokenizerSource
+
+ACCEPTED = "a folder with config.json and safetensors, or a .gguf file"
+
+
+class Checkpoint(Protocol):
+    """A source of named tensors; it never holds weights itself.
+
+    `config` has the keys of a Hugging Face config.json whatever the format, `generation_config` those of
+    generation_config.json (empty when there is none). Names are Hugging Face names and matrices are
+    [out, in]. Every method raises CheckpointError, naming file and tensor, when it cannot do its work.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, from the header."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, read now; possibly a read-only view of the mapped file."""
+        ...
+
+    def tokenizer_source(self) -> TokenizerSource:
+        """What `jaxinfer.text` builds the tokenizer and the chat template from."""
+        ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open the checkpoint at `path` by what it is: a Hugging Face folder or a GGUF file.
+
+    Headers and small files are read and checked now, tensors when `read` is called.
+    Raises CheckpointError for anything else, pickled weights in particular.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return SafetensorsFolder(path)
+        inside = sorted(item.name for item in path.iterdir() if item.suffix == ".gguf")
+        hint = f"; open {inside[0]} itself" if inside else ""
+        raise CheckpointError(f"{path}: no config.json in this folder; expected {ACCEPTED}{hint}")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file or folder; expected {ACCEPTED}")
+    if path.suffix in PICKLE_SUFFIXES:
+        raise refuse_pickle(path)
+    with path.open("rb") as file:
+        magic = file.read(len(MAGIC))
+    if magic == MAGIC or path.suffix == ".gguf":
+        return GGUFFile(path)
+    raise CheckpointError(f"{path}: got a file that starts with {magic!r}; expected {ACCEPTED}")

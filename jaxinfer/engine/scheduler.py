@@ -1,0 +1,404 @@
+"""Decides what each step runs, and records what came of it.
+
+    plan = scheduler.schedule()          decide: picks slices, takes pages, may preempt
+    outcomes = scheduler.commit(plan, result)       record: advances, appends, finishes, frees
+    outcomes = scheduler.fail(plan, error)          record: the step raised
+
+Sequences are served in order of arrival, and two orders hold at all times: `running` and `waiting` are
+sorted by uid, and everything that runs is older than everything that waits. Pages are only ever taken
+from a younger sequence, so the oldest one always progresses and there is no livelock.
+
+A worked example (a test runs it): pages of 4, 6 of them usable, budget 8; A has 6 prompt tokens, B has 3,
+and both generate 12. A cell is start+count of the slice.
+
+    step    A      B     free pages
+    1       0+6    0+2       3       A's prompt, and as much of B's as the budget leaves
+    2       6+1    2+1       3       B's prompt ends: it samples its first token, as A did in step 1
+    4       8+1    4+1       1       both begin a page
+    8      12+1     -        0       A takes the last page; B needs one and is the youngest: it waits
+    12     16+1     -        6       A needs one: B is preempted; then A has its 12 tokens and ends
+    13             0+8       4       B again, its 3 prompt tokens and the 5 it had generated
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxinfer.core import (
+    ConfigError,
+    FinishReason,
+    Limits,
+    Sampled,
+    Sequence,
+    Slice,
+    Status,
+    StepPlan,
+    StepResult,
+)
+from jaxinfer.engine.pages import PagePool
+from jaxinfer.engine.validate import held_back_ids, pages_for
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step did to one sequence: a token (`sampled`), an end (`sequence.finish_reason`), or both.
+
+    `stop_reason` is the stop token id that ended it; None for EOS.
+    """
+
+    sequence: Sequence
+    sampled: Sampled | None = None
+    stop_reason: int | None = None
+
+
+class Scheduler:
+    """First come, first served, over one pool of pages. Not thread-safe; the only writer of Sequences.
+
+    Sequences must be added in the order of their uid, and each must fit the pool alone (`validate`).
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "chunk_tile", "max_tiles"):
+            if getattr(limits, name) < 1:
+                raise ConfigError(f"limits: {name} must be at least 1, got {getattr(limits, name)}")
+        self.limits = limits
+        self.clock = clock
+        self.pool = PagePool(limits.num_pages)
+        self.running: list[Sequence] = []
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.preemptions = 0
+        self._next_step = 0
+        # Planned and neither committed nor failed: step -> uids. Pages given back meanwhile by a sequence
+        # of such a step are parked until it retires, because the step may still read and write them.
+        self._in_flight: dict[int, frozenset[int]] = {}
+        self._parked: dict[int, list[int]] = {}
+        # After a failed step of several: uid -> the `computed` that clears it. See `fail`.
+        self._suspects: dict[int, int] = {}
+
+    # ---------------------------------------------------------------------------------- in and out
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence at the end of the queue."""
+        self.waiting[sequence.uid] = sequence
+
+    def finish(self, uid: int, reason: FinishReason, error: str | None = None) -> Sequence | None:
+        """End a sequence from outside of a step: a stop string, a cancel, an error.
+
+        Safe at any time, also while a step that holds it is in flight. Returns None when there is no
+        unfinished sequence of that uid.
+        """
+        sequence = self.waiting.get(uid) or next((s for s in self.running if s.uid == uid), None)
+        if sequence is not None:
+            self._end(sequence, reason, error)
+        return sequence
+
+    # -------------------------------------------------------------------------------------- decide
+
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step; None when nothing waits or runs.
+
+        Budget and tiles go to sequences with one pending token first, then to the chunks of sequences
+        already running, then to admissions from the waiting queue, each oldest first. The oldest sequence
+        of all moves in every step: decodes cannot use up its budget, because each of them was admitted
+        with a token to spare beside it.
+        """
+        # A slice carries its tokens, and the token of a step in flight is not known yet.
+        assert not self._in_flight, f"steps {list(self._in_flight)} are neither committed nor failed"
+        draft = _Draft(self.limits)
+        if not (self._suspects and self._plan_suspect(draft)):
+            for sequence in tuple(self.running):
+                if sequence.pending == 1:
+                    self._plan(draft, sequence)
+            for sequence in tuple(self.running):
+                if sequence.pending > 1:
+                    self._plan(draft, sequence)
+            self._admit(draft)
+        if not draft.counts:
+            assert not self.has_unfinished, f"nothing can be scheduled: {self}"
+            return None
+        step, self._next_step = self._next_step, self._next_step + 1
+        slices = [self._slice(sequence, count) for sequence, count in draft.counts.values()]
+        slices.sort(key=lambda s: s.count > 1)  # slices of one token first, otherwise as planned
+        self._in_flight[step] = frozenset(draft.counts)
+        return StepPlan(step, tuple(slices), tuple(draft.preempted))
+
+    def _plan(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Give `sequence` a slice as far as budget, tiles and pages reach; False when it gets none.
+
+        When no page is free the youngest running sequence is preempted, if it is younger than this one.
+        If not, this one waits with the pages it has: an older one takes them when it needs them.
+        """
+        if sequence.status is not Status.RUNNING or sequence.uid in self._suspects:
+            return False
+        return self._plan_anyhow(draft, sequence)
+
+    def _plan_anyhow(self, draft: _Draft, sequence: Sequence) -> bool:
+        size = self.limits.page_size
+        while count := draft.room(sequence):
+            held = len(sequence.pages)
+            count = min(count, (held + self.pool.num_free) * size - sequence.computed)
+            if count > 0:
+                more = self.pool.allocate(pages_for(sequence.computed + count, size) - held)
+                assert more is not None, f"{count} tokens of {sequence} do not fit {self.pool}"
+                sequence.pages += more
+                draft.take(sequence, count)
+                return True
+            youngest = self.running[-1]
+            if youngest is sequence:
+                assert len(self.running) > 1, f"{sequence} does not fit {self.pool} alone"
+                return False
+            self._preempt(youngest, draft)
+        return False
+
+    def _admit(self, draft: _Draft) -> None:
+        """Start waiting sequences, in order; the first that cannot start holds back those behind it."""
+        if draft.preempted:
+            return  # whoever was preempted would be the first to come back, and to be preempted again
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            sequence = next(iter(self.waiting.values()))
+            if sequence.uid in self._suspects or not draft.room(sequence) or not self._fits(sequence):
+                return
+            self._start(sequence)
+            planned = self._plan(draft, sequence)
+            assert planned, f"{sequence} was admitted without room"
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """True when the pool holds all that will be wanted soon, with `sequence` admitted.
+
+        Soon: its own tokens so far, and one more page of each, but never more than it can ever use. An
+        admission with less would be preempted before it has paid for its prefill. A sequence that is
+        alone always fits, or `validate` would have refused it.
+        """
+        wanted = sum(self._soon(s) - len(s.pages) for s in self.running)
+        return wanted + self._soon(sequence) <= self.pool.num_free
+
+    def _soon(self, sequence: Sequence) -> int:
+        size = self.limits.page_size
+        last = sequence.num_prompt + sequence.max_tokens - 1  # the last token generated needs no K/V
+        return pages_for(min(len(sequence.tokens) + size, last), size)
+
+    def _start(self, sequence: Sequence) -> None:
+        del self.waiting[sequence.uid]
+        sequence.status = Status.RUNNING
+        if sequence.first_scheduled_at is None:
+            sequence.first_scheduled_at = self.clock()
+        self.running.append(sequence)
+
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+        draft.drop(sequence)
+        draft.preempted.append(sequence.uid)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._requeue(sequence)
+
+    def _slice(self, sequence: Sequence, count: int) -> Slice:
+        start, sampling = sequence.computed, sequence.request.sampling
+        hold = sequence.num_output < sampling.min_tokens
+        return Slice(
+            uid=sequence.uid,
+            start=start,
+            tokens=(sequence.tokens[start],) if count == 1 else tuple(sequence.tokens[start : start + count]),
+            pages=tuple(sequence.pages),
+            emit=start + count == len(sequence.tokens),
+            sampling=sampling,
+            seed=sequence.seed,
+            held_back=held_back_ids(sampling, self.limits.eos_token_ids) if hold else (),
+            epoch=sequence.epoch,
+        )
+
+    # -------------------------------------------------------------------------------------- record
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Outcome]:
+        """Apply what a step did, once; slices whose sequence has ended or lost its pages since are void."""
+        assert len(result.sampled) == len(plan.slices), f"{len(result.sampled)} results for {plan}"
+        self._retire(plan)
+        current = self._current(plan)
+        outcomes = []
+        now = self.clock()
+        for piece, sampled in zip(plan.slices, result.sampled, strict=True):
+            sequence = current.get(piece.uid)
+            if sequence is None:
+                continue
+            sequence.computed = piece.start + piece.count
+            if self._suspects and sequence.computed >= self._suspects.get(piece.uid, sequence.computed + 1):
+                del self._suspects[piece.uid]
+            if not piece.emit:
+                continue
+            assert sampled is not None, f"no token for {sequence} in {plan}"
+            outcomes.append(self._append(sequence, sampled, now))
+        return outcomes
+
+    def _append(self, sequence: Sequence, sampled: Sampled, now: float) -> Outcome:
+        """Add a sampled token and decide the end: stop ids before lengths, so that both at once is "stop"."""
+        token, sampling = sampled.token_id, sequence.request.sampling
+        if not sampled.finite:
+            self._end(sequence, "error", "the model's logits were not finite (NaN or infinity)")
+            return Outcome(sequence)
+        if not 0 <= token < self.limits.vocab_size:
+            self._end(sequence, "error", f"sampled token {token} is outside the vocabulary")
+            return Outcome(sequence)
+        sequence.tokens.append(token)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+        sequence.last_token_at = now
+        if sequence.num_output > sampling.min_tokens:
+            if token in self.limits.eos_token_ids and not sampling.ignore_eos:
+                self._end(sequence, "stop")
+                return Outcome(sequence, sampled)
+            if token in sampling.stop_token_ids:
+                self._end(sequence, "stop")
+                return Outcome(sequence, sampled, token)
+        if sequence.num_output >= sequence.max_tokens:
+            self._end(sequence, "length")
+        return Outcome(sequence, sampled)
+
+    def fail(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+        """A step raised, and the content of every page is lost: all that runs is recomputed.
+
+        A plan of one sequence names the culprit, which ends with "error". Otherwise each sequence of the
+        plan is suspect: it runs in a step of its own until it is past the place where the plan failed, so
+        that only what fails alone is given up and the others go on.
+        """
+        current = self._current(plan)
+        self._retire(plan)
+        self.abandon(plan)
+        if len(plan.slices) > 1:
+            for piece in plan.slices:
+                if piece.uid in current:
+                    self._suspects[piece.uid] = piece.start + piece.count
+            return []
+        for sequence in current.values():
+            self._end(sequence, "error", f"the step failed: {type(error).__name__}: {error}")
+        return [Outcome(sequence) for sequence in current.values()]
+
+    def abandon(self, plan: StepPlan) -> None:
+        """A step was interrupted by nobody's fault (Ctrl-C): all that runs is recomputed, nobody is suspect.
+
+        Also for a plan that may have been recorded already: the interruption can come at any place.
+        """
+        if plan.step in self._in_flight:
+            self._retire(plan)
+        for sequence in reversed(tuple(self.running)):
+            self._requeue(sequence)
+
+    def _plan_suspect(self, draft: _Draft) -> bool:
+        """Plan the next suspect alone, if it is its turn and it gets pages.
+
+        While it cannot, whoever runs already goes on; they are older, and end or need its pages some day.
+        """
+        if not (self.running and self.running[-1].uid in self._suspects):
+            if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
+                return False
+            first = next(iter(self.waiting.values()))
+            if first.uid not in self._suspects or not self._fits(first):
+                return False
+            self._start(first)
+        return self._plan_anyhow(draft, self.running[-1])
+
+    # -------------------------------------------------------------------------------- common parts
+
+    def _current(self, plan: StepPlan) -> dict[int, Sequence]:
+        """The sequences of a plan that are still in the epoch it was planned in."""
+        epochs = {piece.uid: piece.epoch for piece in plan.slices}
+        return {s.uid: s for s in self.running if epochs.get(s.uid) == s.epoch}
+
+    def _retire(self, plan: StepPlan) -> None:
+        assert plan.step in self._in_flight, f"{plan} was recorded twice, or never planned"
+        del self._in_flight[plan.step]
+        self.pool.free(self._parked.pop(plan.step, ()))
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give the pages back, at once or when the last step in flight that touches them retires."""
+        pages, sequence.pages = sequence.pages, []
+        sequence.epoch += 1
+        steps = [step for step, uids in self._in_flight.items() if sequence.uid in uids]
+        if steps:
+            self._parked.setdefault(max(steps), []).extend(pages)
+        else:
+            self.pool.free(pages)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Back to the front of the queue with nothing computed. Youngest first keeps the queue in order."""
+        self._release(sequence)
+        self.running.remove(sequence)
+        sequence.computed = 0
+        sequence.status = Status.WAITING
+        self.waiting[sequence.uid] = sequence
+        self.waiting.move_to_end(sequence.uid, last=False)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        else:
+            del self.waiting[sequence.uid]
+        self._suspects.pop(sequence.uid, None)
+        self._release(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        sequence.error = error
+
+    def check(self) -> list[str]:
+        """What is wrong with the books, one sentence each; an empty list when all is well."""
+        problems = self.pool.check()
+        holders = Counter(page for s in self.running for page in s.pages)
+        holders.update(page for pages in self._parked.values() for page in pages)
+        wrong = {p: n for p, n in holders.items() if self.pool.count(p) != n}
+        if wrong or len(holders) != self.pool.num_live:
+            problems.append(
+                f"{self.pool} but tables hold {len(holders)}; counts differ at {sorted(wrong)[:8]}"
+            )
+        size = self.limits.page_size
+        for s in self.running:
+            if s.status is not Status.RUNNING or len(s.pages) < pages_for(s.computed, size) or s.pending < 1:
+                problems.append(f"{s} should not run")
+        for s in self.waiting.values():
+            if s.status is not Status.WAITING or s.pages or s.computed:
+                problems.append(f"{s} should not wait")
+        order = [s.uid for s in self.running] + list(self.waiting)
+        if order != sorted(order):
+            problems.append(f"out of order: {order[:32]}")
+        if not self._suspects.keys() <= set(order):
+            problems.append(f"suspects {sorted(self._suspects)[:8]} are gone")
+        return problems
+
+    def __repr__(self) -> str:
+        return f"Scheduler({len(self.running)} running, {len(self.waiting)} waiting, {self.pool})"
+
+
+class _Draft:
+    """The step being decided: what each chosen sequence runs, and what is left to share out."""
+
+    __slots__ = ("budget", "counts", "preempted", "tile", "tiles")
+
+    def __init__(self, limits: Limits):
+        self.budget = limits.max_num_batched_tokens
+        self.tile = limits.chunk_tile
+        self.tiles = limits.max_tiles
+        self.counts: dict[int, tuple[Sequence, int]] = {}
+        self.preempted: list[int] = []
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens of `sequence` for which budget and tiles are left. A slice of one token uses no tile."""
+        most = min(sequence.pending, self.budget)
+        return most if most <= 1 else min(most, self.tiles * self.tile)
+
+    def take(self, sequence: Sequence, count: int) -> None:
+        self.budget -= count
+        self.tiles -= self._tiles(count)
+        self.counts[sequence.uid] = (sequence, count)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence's slice, if it has one; what it would have used is left again."""
+        _, count = self.counts.pop(sequence.uid, (sequence, 0))
+        self.budget += count
+        self.tiles += self._tiles(count)
+
+    def _tiles(self, count: int) -> int:
+        return -(-count // self.tile) if count > 1 else 0

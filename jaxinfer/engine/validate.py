@@ -1,0 +1,123 @@
+"""Everything about a request that can be refused before it is scheduled.
+
+Also the one place that turns a request into numbers: how many tokens it may generate, and the seeds of
+its continuations.
+"""
+
+from __future__ import annotations
+
+from jaxinfer.core import Limits, Request, RequestError, SamplingParams
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold the K/V of `num_tokens` tokens: ceil(num_tokens / page_size)."""
+    return -(-num_tokens // page_size)
+
+
+def validate(request: Request, limits: Limits, *, has_tokenizer: bool = True) -> int:
+    """Check a request against what the engine holds; returns the tokens each continuation may generate.
+
+    That is `max_tokens` where given. Where omitted it is what the model's limit and the pool hold.
+    The last generated token needs no K/V, so P prompt and N generated tokens need pages for P + N - 1.
+
+    Raises RequestError, naming the field and all the numbers, for a request that cannot be served.
+    """
+    if not isinstance(request.sampling, SamplingParams):
+        raise RequestError(f"sampling must be SamplingParams, got {request.sampling!r}", "sampling")
+    _check_prompt(request.prompt_token_ids, limits)
+    _check_stops(request.sampling, limits, has_tokenizer)
+    return _check_length(len(request.prompt_token_ids), request.sampling, limits)
+
+
+def continuation_seed(seed: int, index: int) -> int:
+    """The seed of the continuation `index` of a request that asked for `seed`; 0 .. 2**64 - 1.
+
+    Continuation 0 has the request's own seed, so n = 1 equals the first of n = 4. The others are
+    splitmix64 of seed and index: far apart for neighbouring seeds.
+    """
+    value = seed % 2**64
+    if index == 0:
+        return value
+    value = (value + index * 0x9E3779B97F4A7C15) % 2**64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
+
+
+def held_back_ids(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """The ids that would end the request, and so may not be chosen before `min_tokens` tokens are out."""
+    eos = frozenset() if sampling.ignore_eos else eos_token_ids
+    return tuple(sorted(eos.union(sampling.stop_token_ids)))
+
+
+def _check_prompt(ids: tuple[int, ...], limits: Limits) -> None:
+    if not isinstance(ids, (tuple, list)):
+        raise RequestError(f"prompt token ids must be a list of integers, got {type(ids).__name__}", "prompt")
+    if not ids:
+        raise RequestError("the prompt is empty; at least one token is needed", "prompt")
+    # type() and not isinstance: True is an int, and would run as token 1.
+    if any(type(i) is not int for i in ids) or min(ids) < 0 or max(ids) >= limits.vocab_size:
+        wrong = next(i for i in ids if type(i) is not int or not 0 <= i < limits.vocab_size)
+        raise RequestError(
+            f"prompt token id {wrong!r} is not an integer from 0 to {limits.vocab_size - 1} "
+            f"(the vocabulary has {limits.vocab_size} tokens)",
+            "prompt",
+        )
+
+
+def _check_stops(sampling: SamplingParams, limits: Limits, has_tokenizer: bool) -> None:
+    vocab = limits.vocab_size
+    for token in sampling.stop_token_ids:
+        if not 0 <= token < vocab:
+            raise RequestError(
+                f"stop_token_ids: {token} is not an integer from 0 to {vocab - 1}", "stop_token_ids"
+            )
+    if sampling.stop and not has_tokenizer:
+        raise RequestError(
+            "stop strings need a tokenizer, and this model has none; use stop_token_ids instead", "stop"
+        )
+    if sampling.min_tokens and len(held_back_ids(sampling, limits.eos_token_ids)) >= vocab:
+        raise RequestError(
+            f"min_tokens {sampling.min_tokens}: every one of the {vocab} tokens would be held back",
+            "min_tokens",
+        )
+
+
+def _check_length(num_prompt: int, sampling: SamplingParams, limits: Limits) -> int:
+    limit, asked = limits.max_model_len, sampling.max_tokens
+    if num_prompt >= limit:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and the limit is {limit} tokens of prompt and output "
+            f"together (max_model_len); shorten the prompt to at most {limit - 1}",
+            "prompt",
+        )
+    if asked is not None and num_prompt + asked > limit:
+        raise RequestError(
+            f"{num_prompt} tokens of prompt and max_tokens {asked} make {num_prompt + asked}, and the limit "
+            f"is {limit} (max_model_len); ask for at most {limit - num_prompt}",
+            "max_tokens",
+        )
+    pages, size = limits.usable_pages, limits.page_size
+    capacity = pages * size
+    pool = f"the KV pool has {pages} pages of {size} tokens"
+    if num_prompt > capacity:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and needs {pages_for(num_prompt, size)} pages; {pool} "
+            f"({capacity} tokens); shorten the prompt or start with more num_pages",
+            "prompt",
+        )
+    most = min(limit, capacity + 1) - num_prompt
+    if asked is not None and asked > most:
+        raise RequestError(
+            f"{num_prompt} tokens of prompt and max_tokens {asked} need "
+            f"{pages_for(num_prompt + asked - 1, size)} pages; {pool} ({capacity} tokens); "
+            f"ask for at most {most} or start with more num_pages",
+            "max_tokens",
+        )
+    if sampling.min_tokens > most:
+        raise RequestError(
+            f"min_tokens {sampling.min_tokens} is more than the {most} that fit after {num_prompt} tokens of "
+            f"prompt; the limit is {limit} (max_model_len) and {pool}",
+            "min_tokens",
+        )
+    return most if asked is None else asked

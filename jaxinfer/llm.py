@@ -1,0 +1,404 @@
+"""The library's front door: prompts in, text out.
+
+    llm = LLM("smollm2-135m", max_num_seqs=16)
+    llm.generate(["Gravity is"], SamplingParams(max_tokens=32))[0].outputs[0].text
+
+The calling thread runs the engine; a server runs `llm.engine` on a thread of its own instead and uses
+`prepare` and `prepare_chat` only.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.core import (
+    CompletionOutput,
+    EngineDeadError,
+    FinishReason,
+    Limits,
+    Logprob,
+    Request,
+    RequestError,
+    RequestMetrics,
+    RequestOutput,
+    Runner,
+    SamplingParams,
+    TokenEvent,
+)
+from jaxinfer.engine import Engine, validate
+from jaxinfer.progress import phase
+
+Prompt = str | Seq[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """One loaded model. `engine_options` are the fields of EngineConfig.
+
+    MODEL is a pulled name, a Hugging Face folder, a .gguf file or "random:CONFIG". Raises ConfigError for
+    an option that is unknown or cannot run. Several threads may call it; one of them runs each step.
+    """
+
+    def __init__(self, model: str, *, progress: bool | None = None, **engine_options: Any):
+        config = EngineConfig.from_kwargs(**engine_options)
+        from jaxinfer import runtime  # imports jax, which takes a second: not before a model is wanted
+
+        load: Callable[..., Any] = runtime.load  # pyright: ignore[reportAttributeAccessIssue]
+        loaded = load(model, config, progress=progress)
+        self._set_up(
+            loaded.runner,
+            loaded.limits,
+            tokenizer=loaded.tokenizer,
+            chat_template=loaded.chat_template,
+            model_name=loaded.model_name,
+            model_config=loaded.model_config,
+            engine_config=loaded.engine_config,
+        )
+
+    @classmethod
+    def from_parts(
+        cls,
+        runner: Runner,
+        limits: Limits,
+        *,
+        tokenizer: Any = None,
+        chat_template: Any = None,
+        model_name: str = "model",
+        model_config: ModelConfig | None = None,
+        engine_config: EngineConfig | None = None,
+    ) -> LLM:
+        """Put one together from what `runtime.load` would have made; for tests and experiments.
+
+        `tokenizer` and `chat_template` have the interface of `jaxinfer.text.Tokenizer` and `ChatTemplate`.
+        """
+        llm = cls.__new__(cls)
+        llm._set_up(
+            runner,
+            limits,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            model_name=model_name,
+            model_config=model_config,
+            engine_config=engine_config or EngineConfig(),
+        )
+        return llm
+
+    def _set_up(
+        self,
+        runner: Runner,
+        limits: Limits,
+        *,
+        tokenizer: Any,
+        chat_template: Any,
+        model_name: str,
+        model_config: ModelConfig | None,
+        engine_config: EngineConfig,
+    ) -> None:
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.model_name = model_name
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.engine = Engine(runner, limits, tokenizer, seed=engine_config.seed)
+        # Whoever waits for an answer runs a step, and files its events with all who wait.
+        self._lock = threading.Lock()
+        self._mailboxes: dict[str, list[TokenEvent]] = {}
+
+    # ------------------------------------------------------------------------------------- answers
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or several together; results are in the order of the prompts.
+
+        A prompt is a text or a list of token ids. `sampling_params` is one for all, or one per prompt.
+        `progress` None shows a bar on stderr for more than one prompt, if stderr is a terminal.
+        Raises RequestError, having started nothing, when any of the prompts cannot be served. A prompt
+        that fails later ends with finish_reason "error" and disturbs no other.
+        """
+        batch = _as_batch(prompts)
+        params = _one_each(sampling_params, len(batch), "prompts")
+        return self._answer([self.prepare(p, s) for p, s in zip(batch, params, strict=True)], progress)
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: lists of {"role", "content"} messages.
+
+        `template_options` are those of `prepare_chat`. Otherwise as `generate`.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        batch: list[Any] = [messages] if single else list(messages)
+        params = _one_each(sampling_params, len(batch), "conversations")
+        requests = [self.prepare_chat(m, s, **template_options) for m, s in zip(batch, params, strict=True)]
+        return self._answer(requests, progress)
+
+    def stream(
+        self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None
+    ) -> Generator[TokenEvent]:
+        """Continue one prompt, or what `prepare` or `prepare_chat` made; yields its events as they come.
+
+        Each of the n continuations ends with an event that has a finish_reason. Closing the iterator
+        cancels the request. Raises RequestError at once when it cannot be served.
+        """
+        if isinstance(prompt, Request):
+            if sampling_params is not None:
+                raise RequestError("a prepared request has its sampling_params already", "sampling_params")
+            return self._events([prompt])
+        return self._events([self.prepare(prompt, sampling_params)])
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine counts: pages, sequences, steps, times (`Engine.stats`)."""
+        with self._lock:
+            return self.engine.stats()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, as `generate` would run it. Raises RequestError for what is no text."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; give token ids instead of text", "prompt")
+        _check_text(text, "prompt")
+        return list(self.tokenizer.encode(text))
+
+    # ---------------------------------------------------------------------------------- preparing
+
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
+        """Turn a prompt into a request with an id of its own; schedules nothing. Safe on any thread.
+
+        Raises RequestError for everything about it that the engine would refuse.
+        """
+        if isinstance(prompt, str):
+            return self._request(self.encode(prompt), sampling_params, prompt)
+        if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
+            raise RequestError(f"a prompt must be a string or a list of token ids, got {prompt!r}", "prompt")
+        return self._request([_as_int(i) for i in prompt], sampling_params, None)
+
+    def prepare_chat(
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> Request:
+        """Turn a conversation into a request, through the model's chat template; as `prepare`.
+
+        `add_generation_prompt` (by default: not `continue_final_message`) opens the assistant's answer;
+        `continue_final_message` leaves the last message open instead. Further options go to the template.
+        """
+        if self.chat_template is None or self.tokenizer is None:
+            raise RequestError(
+                "this model has no chat template; use generate with a plain prompt", "messages"
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message exclude each other",
+                "continue_final_message",
+            )
+        _check_texts(messages, "messages")
+        _check_texts(tools, "tools")
+        from jaxinfer.text import ChatTemplateError, TokenizerError
+
+        try:
+            ids = self.chat_template.render(
+                messages,
+                self.tokenizer,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **template_options,
+            )
+        except (ChatTemplateError, TokenizerError) as error:
+            raise RequestError(str(error), "messages") from error
+        return self._request(ids, sampling_params, None)
+
+    def _request(self, ids: Seq[int], sampling: SamplingParams | None, prompt: str | None) -> Request:
+        request = Request(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=tuple(ids),
+            sampling=SamplingParams() if sampling is None else sampling,
+            prompt=prompt,
+        )
+        validate(request, self.limits, has_tokenizer=self.tokenizer is not None)
+        return request
+
+    # ------------------------------------------------------------------------------------ running
+
+    def _answer(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
+        wanted = len(requests) > 1 and sys.stderr.isatty() if progress is None else progress
+        answers = {r.request_id: [_Answer(index) for index in range(r.sampling.n)] for r in requests}
+        with phase("generating", total=len(requests), wanted=wanted) as advance:
+            for event in self._events(requests):
+                parts = answers[event.request_id]
+                parts[event.index].add(event)
+                if event.finish_reason is not None and all(part.finish_reason for part in parts):
+                    advance(1)
+        return [_request_output(r, answers[r.request_id]) for r in requests]
+
+    def _events(self, requests: list[Request]) -> Generator[TokenEvent]:
+        """Run requests together until all have ended; closing this cancels those that have not."""
+        mailbox: list[TokenEvent] = []
+        unfinished = {request.request_id: request.sampling.n for request in requests}
+        try:
+            with self._lock:
+                for request in requests:
+                    self.engine.add(request)
+                    self._mailboxes[request.request_id] = mailbox
+            while unfinished:
+                for event in self._news(mailbox):
+                    if event.finish_reason is not None:
+                        unfinished[event.request_id] -= 1
+                        if not unfinished[event.request_id]:
+                            del unfinished[event.request_id]
+                    yield event
+        finally:
+            with self._lock:
+                for request_id in unfinished:
+                    if request_id in self._mailboxes:  # else it was never added, by us
+                        self.engine.cancel(request_id)
+                for request in requests:
+                    self._mailboxes.pop(request.request_id, None)
+                if unfinished and not self.engine.scheduler.has_unfinished:
+                    self._step()  # only the ends of the cancelled are left to tell: then the engine is idle
+
+    def _news(self, mailbox: list[TokenEvent]) -> list[TokenEvent]:
+        """What has come into a mailbox; runs a step when it is empty."""
+        with self._lock:
+            if not mailbox:
+                if not self.engine.has_work:
+                    raise EngineDeadError("the engine ended without an answer to this request")
+                self._step()
+            news = mailbox.copy()
+            mailbox.clear()
+        return news
+
+    def _step(self) -> None:
+        for event in self.engine.step():
+            mailbox = self._mailboxes.get(event.request_id)
+            if mailbox is not None:  # None: cancelled; nobody reads its last words
+                mailbox.append(event)
+
+
+class _Answer:
+    """One continuation, put together from its events."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.last: TokenEvent | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        self.texts.append(event.text)
+        self.token_ids.extend(event.token_ids)
+        if event.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(event.logprobs)
+        if event.finish_reason is not None:
+            self.finish_reason, self.last = event.finish_reason, event
+
+    def output(self) -> CompletionOutput:
+        logprobs = None if self.logprobs is None else tuple(self.logprobs)
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            logprobs=logprobs,
+            cumulative_logprob=None
+            if logprobs is None
+            else sum(p[i].logprob for p, i in zip(logprobs, self.token_ids, strict=True)),
+            finish_reason=self.finish_reason,
+            stop_reason=self.last.stop_reason if self.last else None,
+            error=self.last.error if self.last else None,
+        )
+
+
+def _request_output(request: Request, answers: list[_Answer]) -> RequestOutput:
+    metrics = [a.last.metrics for a in answers if a.last is not None and a.last.metrics is not None]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=tuple(answer.output() for answer in answers),
+        metrics=metrics[0] if len(metrics) == 1 else _joined(metrics),
+    )
+
+
+def _joined(metrics: list[RequestMetrics]) -> RequestMetrics:
+    """Of n continuations: the first token of any, the end of the last, the mean time per token."""
+    tpot = [m.tpot_s for m in metrics if m.tpot_s is not None]
+    return RequestMetrics(
+        queue_s=min((m.queue_s for m in metrics if m.queue_s is not None), default=None),
+        ttft_s=min((m.ttft_s for m in metrics if m.ttft_s is not None), default=None),
+        tpot_s=sum(tpot) / len(tpot) if tpot else None,
+        total_s=max((m.total_s for m in metrics if m.total_s is not None), default=None),
+        cached_tokens=sum(m.cached_tokens for m in metrics),
+        preemptions=sum(m.preemptions for m in metrics),
+    )
+
+
+def _as_batch(prompts: Any) -> list[Any]:
+    """One prompt or several? A list with an integer in it is one prompt, of token ids."""
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [prompts]
+    items = list(prompts)
+    return [items] if any(hasattr(item, "__index__") for item in items) else items
+
+
+def _one_each(params: Any, count: int, what: str) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} {what}", "sampling_params")
+    return list(params)
+
+
+def _as_int(value: Any) -> Any:
+    """A token id of any integer type (numpy's too) as int; what is none is passed on to `validate`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    return operator.index(value)
+
+
+def _check_text(text: Any, param: str) -> None:
+    """Refuse what no encoding can carry: half of a surrogate pair, as broken JSON escapes leave behind."""
+    if not isinstance(text, str):
+        raise RequestError(f"expected text, got {text!r}", param)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise RequestError(f"lone surrogate {code} at character {error.start} is not text", param) from None
+
+
+def _check_texts(value: Any, param: str) -> None:
+    """`_check_text` of every text within a JSON-like value."""
+    if isinstance(value, str):
+        _check_text(value, param)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_texts(key, param)
+            _check_texts(item, param)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_texts(item, param)

@@ -1,0 +1,192 @@
+"""The Llama family as Flax NNX modules: arrays in, arrays out; it knows no requests and no files.
+
+One call runs packed tokens of many sequences: prefill, decode and everything between are the same code.
+Shapes in the alphabet of docs/shapes.md: T packed tokens, D model width, N query heads, K KV heads, H head
+width, F MLP width, V vocabulary, E emitted positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import pallas_kernels
+from jaxinfer.config import ModelConfig
+from jaxinfer.model import kv as kv_state
+from jaxinfer.model import rope
+from jaxinfer.model.kv import KVState, WriteSlots
+from jaxinfer.model.linear import Layout, layout_for
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How the module is built: what its parameters are and where attention runs."""
+
+    dtype: jnp.dtype
+    platform: str
+    attention_backend: str
+
+
+class StepContext(NamedTuple):
+    """What every layer of one step reads besides its input. cos, sin float32 [T, 1, H / 2]."""
+
+    batch: pallas_kernels.RaggedBatch
+    slots: WriteSlots
+    cos: jax.Array
+    sin: jax.Array
+
+
+class Linear(nnx.Module):
+    """y = x W^T (+ b). `weight` lies as `layout` says."""
+
+    def __init__(self, inputs: int, outputs: int, build: Build, *, bias: bool = False):
+        self.layout: Layout = layout_for(build.platform, outputs)
+        self.weight = nnx.Param(jnp.zeros(self.layout.shape(outputs, inputs), build.dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), build.dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.layout.matmul(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 (1910.07467)."""
+
+    def __init__(self, width: int, eps: float, build: Build):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((width,), build.dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale).astype(x.dtype) * self.weight[...]
+
+
+class Embedding(nnx.Module):
+    """Token vectors, and the same table as output head when tied."""
+
+    def __init__(self, vocab_size: int, width: int, build: Build):
+        self.layout: Layout = layout_for(build.platform, vocab_size)
+        self.weight = nnx.Param(jnp.zeros(self.layout.shape(vocab_size, width), build.dtype))
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """token_ids int32 [T] -> [T, D]"""
+        return self.layout.rows(self.weight[...], token_ids)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        return self.layout.matmul(x, self.weight[...])
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (2305.13245) over pages. Query head i reads KV head i // G."""
+
+    def __init__(self, config: ModelConfig, build: Build):
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.backend = build.attention_backend
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = Linear(config.hidden_size, outputs, build, bias=config.attention_bias)
+        self.output = Linear(
+            self.heads * self.head_dim, config.hidden_size, build, bias=config.attention_output_bias
+        )
+
+    def __call__(
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, step: StepContext, decode_rows: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [T, D] -> (y [T, D], k_pages, v_pages) with this step's K/V written first, then attended to."""
+        tokens = x.shape[0]
+        heads = self.qkv(x).reshape(tokens, -1, self.head_dim)  # [T, N + 2 K, H]
+        q, k, v = jnp.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
+        q = rope.rotate(q, step.cos, step.sin)
+        k = rope.rotate(k, step.cos, step.sin)
+        k_pages = kv_state.write_layer(k_pages, k, step.slots)
+        v_pages = kv_state.write_layer(v_pages, v, step.slots)
+        attended = pallas_kernels.paged_attention(
+            q, k_pages, v_pages, step.batch,
+            decode_rows=decode_rows, scale=self.head_dim**-0.5, backend=self.backend,
+        )  # fmt: skip
+        return self.output(attended.reshape(tokens, -1)), k_pages, v_pages
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, 2002.05202); gate and up are one product of 2 F outputs."""
+
+    def __init__(self, config: ModelConfig, build: Build):
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = Linear(width, 2 * inner, build, bias=config.mlp_bias)
+        self.down = Linear(inner, width, build, bias=config.mlp_bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: ModelConfig, build: Build):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.attention = Attention(config, build)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.mlp = MLP(config, build)
+
+    def __call__(
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, step: StepContext, decode_rows: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        y, k_pages, v_pages = self.attention(self.attention_norm(x), k_pages, v_pages, step, decode_rows)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "decode_rows"))
+def _run_layer(graph, state, x, k_pages, v_pages, step, *, decode_rows):
+    """One layer as a function of arrays: equal layers are traced and lowered once, and XLA inlines them."""
+    return nnx.merge(graph, state)(x, k_pages, v_pages, step, decode_rows)
+
+
+class Llama(nnx.Module):
+    """A decoder of the Llama family (2302.13971). Layers are unrolled: each has its own weights and pages."""
+
+    def __init__(self, config: ModelConfig, build: Build):
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, build)
+        self.layers = nnx.List([Layer(config, build) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.head = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, build)
+        )
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        kv: KVState,
+        batch: pallas_kernels.RaggedBatch,
+        slots: WriteSlots,
+        *,
+        decode_rows: int,
+    ) -> tuple[jax.Array, KVState]:
+        """token_ids int32 [T] -> (hidden [T, D] before the last norm, the KVState with this step written)."""
+        cos, sin = rope.rotation(self.config.rope, self.config.head_dim, batch.positions)
+        step = StepContext(batch, slots, cos, sin)
+        x = self.embedding(token_ids)
+        k_pages, v_pages = list(kv.k), list(kv.v)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer{index}"):
+                graph, state = nnx.split(layer)
+                x, k_pages[index], v_pages[index] = _run_layer(
+                    graph, state, x, k_pages[index], v_pages[index], step, decode_rows=decode_rows
+                )
+        return x, KVState(tuple(k_pages), tuple(v_pages))
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [E, D] -> float32 [E, V]."""
+        x = self.norm(hidden)
+        y = self.embedding.logits(x) if self.head is None else self.head(x)
+        return y.astype(jnp.float32)
+
+
+def abstract_model(config: ModelConfig, build: Build) -> tuple[nnx.GraphDef, nnx.State]:
+    """The module's structure and its parameters as shapes: nothing is allocated."""
+    return nnx.split(nnx.eval_shape(functools.partial(Llama, config, build)))

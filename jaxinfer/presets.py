@@ -1,0 +1,32 @@
+"""Shapes of well-known models, as their published config.json keys; for `random:NAME` and for planning.
+
+Sources: the config.json of each model's official repository on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        **_LLAMA,
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+        "rope_theta": 100000.0, "tie_word_embeddings": True,
+    },
+    "llama2-7b": {
+        **_LLAMA,
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+    },
+    "llama3-8b": {
+        **_LLAMA,
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    },
+}  # fmt: skip
+"""Name -> config.json keys."""

@@ -1,0 +1,89 @@
+"""The step: a pure function of (parameters, KV state, one packed buffer), compiled once per bucket."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxinfer.config import StepShape
+from jaxinfer.core import MAX_LOGPROBS, Sampled
+from jaxinfer.model.kv import KVState
+from jaxinfer.runtime import inputs as step_inputs
+from jaxinfer.runtime.sample import SamplingOutputs, sample
+
+_COLUMNS = 3 + 2 * MAX_LOGPROBS
+
+
+def step(
+    graph: nnx.GraphDef, shape: StepShape, table_width: int, state: Any, kv: KVState, buffer: jax.Array
+) -> tuple[jax.Array, KVState]:
+    """Run one packed step: (what was sampled int32 [B, 3 + 2 * MAX_LOGPROBS], the next KVState).
+
+    `buffer` is `inputs.pack`'s; `read_outputs` takes the result apart on the host.
+    """
+    named = step_inputs.layout(shape, table_width).split(buffer)
+    tokens, batch, slots, emit, sampling = step_inputs.unpack(named)
+    model = nnx.merge(graph, state)
+    hidden, kv = model(tokens, kv, batch, slots, decode_rows=shape.decode_rows)
+    logits = model.logits(hidden[emit])
+    return _pack_outputs(sample(logits, sampling)), kv
+
+
+def _pack_outputs(sampled: SamplingOutputs) -> jax.Array:
+    """One int32 array, floats by their bits: one transfer back."""
+
+    def bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.float32 else x
+
+    columns = [sampled.token, sampled.rank, sampled.logprob, sampled.top_ids, sampled.top_logprobs]
+    return jnp.concatenate([bits(c).reshape(c.shape[0], -1) for c in columns], axis=1)
+
+
+def read_outputs(packed: Any, rows: list[int], wanted: list[int]) -> list[Sampled]:
+    """Take the host copy of `step`'s output apart: row rows[i] with its wanted[i] best alternatives."""
+    floats = packed.view("float32")
+    sampled = []
+    for row, count in zip(rows, wanted, strict=True):
+        ids = packed[row, 3 : 3 + count].tolist()
+        logprobs = floats[row, 3 + MAX_LOGPROBS : 3 + MAX_LOGPROBS + count].tolist()
+        top = tuple(zip(ids, logprobs, strict=True))
+        sampled.append(Sampled(int(packed[row, 0]), float(floats[row, 2]), int(packed[row, 1]), top))
+    return sampled
+
+
+@functools.cache
+def compile_options(platform: str) -> dict[str, Any]:
+    """Options of XLA that the step is written for.
+
+    On CPU, products take their inputs' broadcasts in (see model.linear.Blocked). An XLA that does not know
+    the option compiles the same program without it, slower for few rows.
+    """
+    if platform != "cpu":
+        return {}
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=options).lower(jnp.float32(0)).compile()
+    except Exception:
+        return {}
+    return options
+
+
+def compile_step(
+    graph: nnx.GraphDef, shape: StepShape, table_width: int, state: Any, kv: KVState, platform: str
+) -> jax.stages.Compiled:
+    """The program of one bucket, with KV donated; call it as `program(state, kv, buffer)`.
+
+    `state` and `kv` may be arrays or ShapeDtypeStructs.
+    """
+    function = jax.jit(
+        functools.partial(step, graph, shape, table_width),
+        donate_argnums=(1,),
+        compiler_options=compile_options(platform) or None,
+    )
+    size = step_inputs.layout(shape, table_width).size
+    return function.lower(state, kv, jax.ShapeDtypeStruct((size,), jnp.int32)).compile()

@@ -1,0 +1,53 @@
+"""What was compiled, when and why; and proof that nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """Counts every XLA compile of the process, the engine's own programs included.
+
+    JAX offers listeners but no way to remove one, so there is one counter per process: `compiles`.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _BACKEND_COMPILE:
+            with self._lock:
+                self._count += 1
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+
+compiles = CompileCounter()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRecord:
+    """One line of the compile manifest. Bytes are XLA's own plan for the program (memory_analysis).
+
+    `aliased_bytes` is what it updates in place; the whole KV pool, or something is copied.
+    """
+
+    shape: str
+    reason: str
+    compile_s: float
+    temp_bytes: int
+    aliased_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

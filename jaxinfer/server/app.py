@@ -1,0 +1,237 @@
+"""The HTTP endpoint: OpenAI's routes over one LLM.
+
+    app = create_app(LLM("smollm2-135m"), api_key="secret")
+
+A handler reads and checks a body, prepares its requests, hands them to the engine's thread and writes what
+comes back. A client that goes away is noticed whether it streams or not, and its requests are cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxinfer.core import JaxInferError, Request, RequestError, SamplingParams
+from jaxinfer.server import wire
+from jaxinfer.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from jaxinfer.server.transport import (
+    EventStream,
+    RequestIds,
+    json_response,
+    key_check,
+    on_error,
+    read_body,
+    unless_gone,
+)
+from jaxinfer.server.wire import Answer, ApiError, ChatAnswer, CompletionAnswer
+from jaxinfer.server.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+    from jaxinfer.text.tokenizer import Tokenizer
+
+MAX_BODY_BYTES = 8 << 20
+
+
+def create_app(
+    llm: LLM,
+    *,
+    api_key: str | None = None,
+    served_model_name: str | None = None,
+    max_queue: int = 256,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The application. Its engine thread starts and stops with the application's lifespan.
+
+    `max_queue` sequences may wait besides the `max_num_seqs` that run; more are refused with 429.
+    With an `api_key`, every route but /health wants `Authorization: Bearer <api_key>`.
+    """
+    worker = EngineWorker(llm.engine, llm.limits, max_queue=max_queue)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        worker.start()
+        yield
+        await run_in_threadpool(worker.stop)
+
+    app = FastAPI(title="jaxinfer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.worker = worker
+    doors = _Doors(llm, worker, served_model_name or llm.model_name, max_body_bytes)
+    keyed = APIRouter(dependencies=[Depends(key_check(api_key))] if api_key else [])
+    keyed.add_api_route("/v1/completions", doors.completions, methods=["POST"])
+    keyed.add_api_route("/v1/chat/completions", doors.chat_completions, methods=["POST"])
+    keyed.add_api_route("/v1/models", doors.models, methods=["GET"])
+    keyed.add_api_route("/v1/models/{name:path}", doors.model, methods=["GET"])
+    keyed.add_api_route("/tokenize", doors.tokenize, methods=["POST"])
+    keyed.add_api_route("/detokenize", doors.detokenize, methods=["POST"])
+    app.include_router(keyed)
+    app.add_api_route("/health", doors.health, methods=["GET"])
+    for kind in (ApiError, JaxInferError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_middleware(RequestIds)
+    return app
+
+
+class _Doors:
+    """The handlers of one application."""
+
+    def __init__(self, llm: LLM, worker: EngineWorker, model: str, max_body_bytes: int):
+        self.llm, self.worker, self.model_name = llm, worker, model
+        self.max_body_bytes = max_body_bytes
+        self.started_at = int(time.time())
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = await self._read(http, CompletionBody)
+        sampling = body.sampling()
+        prompts = body.prompts()
+        self.worker.check_room(len(prompts) * sampling.n)  # before any time goes into tokenising
+
+        def prepare() -> list[Request]:
+            return [self.llm.prepare(prompt, sampling) for prompt in prompts]
+
+        return await self._answer(http, body, prepare, CompletionAnswer)
+
+    async def chat_completions(self, http: HttpRequest) -> Response:
+        body = await self._read(http, ChatBody)
+        sampling = body.sampling()
+        messages, options = body.template_input(body.messages)
+        self.worker.check_room(sampling.n)
+
+        def prepare() -> list[Request]:
+            return [self.llm.prepare_chat(messages, sampling, **options)]
+
+        return await self._answer(http, body, prepare, ChatAnswer)
+
+    async def models(self) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return json_response(self._card())
+
+    async def health(self) -> Response:
+        health = self.worker.health()
+        return json_response(health, 200 if health["status"] == "ok" else 503)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        body = await self._read(http, TokenizeBody)
+        ids = await run_in_threadpool(self._token_ids, body)
+        return json_response(
+            {"count": len(ids), "max_model_len": self.llm.limits.max_model_len, "tokens": ids}
+        )
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        body = await self._read(http, DetokenizeBody)
+        size = self.llm.limits.vocab_size
+        for i, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < size:
+                raise RequestError(f"tokens[{i}] is {token_id}; token ids go from 0 to {size - 1}", "tokens")
+        tokenizer = self._tokenizer()
+        text = await run_in_threadpool(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return json_response({"prompt": text})
+
+    # ----------------------------------------------------------------------------------------- parts
+
+    async def _read[Body: BaseModel](self, http: HttpRequest, model: type[Body]) -> Body:
+        body = parse_body(await read_body(http, self.max_body_bytes), model)
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.started_at,
+            "owned_by": "jaxinfer",
+            "max_model_len": self.llm.limits.max_model_len,
+        }
+
+    def _token_bytes(self, token_id: int, text: str) -> bytes:
+        """A folder without a tokenizer serves token ids: its tokens have no text and no bytes."""
+        tokenizer = self.llm.tokenizer
+        return text.encode("utf-8") if tokenizer is None else tokenizer.token_bytes(token_id)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.llm.tokenizer is None:
+            raise RequestError("this model has no tokenizer; it is served by token ids", "prompt")
+        return self.llm.tokenizer
+
+    def _token_ids(self, body: TokenizeBody) -> Sequence[int]:
+        """What a generating endpoint would run of this prompt."""
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", "prompt")
+        if body.prompt is not None:
+            return self._tokenizer().encode(body.prompt)
+        messages, options = body.template_input(body.messages)
+        return self.llm.prepare_chat(messages, SamplingParams(max_tokens=1), **options).prompt_token_ids
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        body: CompletionBody | ChatBody,
+        prepare: Callable[[], Sequence[Request]],
+        kind: type[Answer],
+    ) -> Response:
+        # Tokenising a long prompt takes a while and lets go of the GIL: other streams must not wait for it.
+        requests = await run_in_threadpool(prepare)
+        answer = kind(
+            requests, self.model_name, token_bytes=self._token_bytes, include_usage=body.include_usage
+        )
+        if not body.stream:
+            whole = await unless_gone(http.receive, self._whole(answer))
+            return Response(status_code=499) if whole is None else json_response(whole)
+        # The first news is awaited before the status is sent: a request that fails at once gets its own.
+        chunks = self._chunks(answer)
+        first = await unless_gone(http.receive, anext(chunks))
+        if first is None:
+            await chunks.aclose()
+            return Response(status_code=499)
+        return EventStream(first, chunks)
+
+    async def _whole(self, answer: Answer) -> dict[str, Any]:
+        ticket = await self.worker.submit(answer.requests)
+        try:
+            async for events in ticket:
+                for event in events:
+                    answer.take(event)
+        finally:
+            self.worker.cancel(ticket)
+        return answer.whole()
+
+    async def _chunks(self, answer: Answer) -> AsyncGenerator[bytes]:
+        """The stream as bytes, one item per batch of news. Raises what ends it early."""
+        ticket = await self.worker.submit(answer.requests)
+        try:
+            async for events in ticket:
+                frames, failure = [], None
+                try:
+                    for event in events:
+                        frames += map(wire.frame, answer.chunks(event))
+                except ApiError as error:  # what came before the failure is sent before it
+                    failure = error
+                if frames:
+                    yield b"".join(frames)
+                if failure is not None:
+                    raise failure
+        finally:
+            self.worker.cancel(ticket)
+        yield (wire.frame(answer.last_chunk()) if answer.include_usage else b"") + wire.DONE

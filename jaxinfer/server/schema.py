@@ -1,0 +1,348 @@
+"""The bodies that clients send: what is understood, and what is refused by name.
+
+A body is either served as it says or refused with the parameter named; nothing is accepted and ignored.
+Three kinds of key, then: fields of the models below; labels and hints that change no answer (`_LABELS`);
+and parameters of OpenAI or vLLM that this version does not serve (`NOT_SERVED`), which pass only with a
+value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from jaxinfer.core import MAX_LOGPROBS, RequestError, SamplingParams
+
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    # parameter -> the values, besides null, that ask for nothing
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": (),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # says nothing as long as tools are refused
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
+
+
+class _Strict(BaseModel):
+    """JSON types are taken as they are ("5" is no number, true is no 1) and unknown keys are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StreamOptions(_Strict):
+    """`include_usage` asks for one more chunk, the last, that holds the usage of the whole answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+# ------------------------------------------------------------------------------------------- prompts
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int for i in value)
+
+
+def _check_prompt(value: Any) -> Any:
+    """One pass over what may be 100 000 ids; a union type would try four shapes and report four errors."""
+    if isinstance(value, str) or _is_ids(value):
+        return value
+    if isinstance(value, list) and (all(isinstance(p, str) for p in value) or all(_is_ids(p) for p in value)):
+        return value
+    raise PydanticCustomError(
+        "prompt", "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    )
+
+
+_PROMPT_SHAPES: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}},
+    {"type": "array", "items": {"type": "integer"}},
+    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+]
+Prompt = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema({"anyOf": _PROMPT_SHAPES})]
+
+
+class ContentPart(_Strict):
+    """One part of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    annotations: None = None
+    refusal: None = None
+    audio: None = None
+    tool_calls: None = None
+    function_call: None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates know it."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": part.type, "text": part.text} for part in content]
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class _Conversation(_Strict):
+    """The messages of a chat, and where the answer starts."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def template_input(self, messages: list[Message] | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Messages and options as the chat template takes them; raises RequestError."""
+        if not messages:
+            raise RequestError("messages is empty; it must hold at least one message", "messages")
+        for i, message in enumerate(messages):
+            if message.content is None:
+                raise RequestError(f"messages[{i}].content is missing", f"messages[{i}].content")
+        go_on = bool(self.continue_final_message)
+        if go_on and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt cannot both be true",
+                "continue_final_message",
+            )
+        if go_on and messages[-1].role != "assistant":
+            raise RequestError(
+                "continue_final_message needs a last message of role assistant", "continue_final_message"
+            )
+        generation_prompt = not go_on if self.add_generation_prompt is None else self.add_generation_prompt
+        options = {"add_generation_prompt": generation_prompt, "continue_final_message": go_on}
+        return [message.for_template() for message in messages], options
+
+
+# -------------------------------------------------------------------------------------------- bodies
+
+
+class _Sampled(_Strict):
+    """What the two generating endpoints share. Ranges are checked by SamplingParams."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        names = (
+            "n", "seed", "stop", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids",
+            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true", "stream_options")
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+class CompletionBody(_Sampled):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one, in the order of the answer's choices."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise RequestError("prompt is an empty list; it must hold a prompt or token ids", "prompt")
+        return [prompt] if isinstance(prompt[0], int) else prompt
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of every prompt; raises RequestError."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of {self.best_of} is not served: every one of the n answers is returned", "best_of"
+            )
+        return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class ChatBody(_Sampled, _Conversation):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters; raises RequestError."""
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise RequestError(
+                f"max_tokens {self.max_tokens} disagrees with max_completion_tokens "
+                f"{self.max_completion_tokens}",
+                "max_completion_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}",
+                "top_logprobs",
+            )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
+
+
+class TokenizeBody(_Conversation):
+    """The body of POST /tokenize (vLLM's): a prompt or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeBody(_Strict):
+    """The body of POST /detokenize (vLLM's)."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+def parse_body[Body: BaseModel](raw: bytes, model: type[Body]) -> Body:
+    """Read one JSON body strictly. Raises RequestError with the parameter at fault named."""
+    try:
+        # From bytes, json.loads would guess UTF-16 and let encoded surrogates pass; and it reads NaN.
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        if b"\\ud" in raw.lower():
+            _refuse_lone_surrogates(value)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError(f"the body is not valid JSON: {why}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(value).__name__}")
+    _refuse_not_served(value, model)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _request_error(error, model) from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_lone_surrogates(value: Any) -> None:
+    """Half of a surrogate pair is a string in Python and no text: no tokenizer or answer could carry it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"it holds a lone surrogate (\\u{ord(half):04x}), which is no text") from None
+
+
+def _refuse_not_served(body: dict[str, Any], model: type[BaseModel]) -> None:
+    """Take out of `body` the keys that ask for nothing; raise for those that ask for what is not served."""
+    for name in list(body):
+        if name in model.model_fields:
+            continue
+        if name in NOT_SERVED:
+            if not _asks_for_nothing(body[name], NOT_SERVED[name]):
+                raise RequestError(f"{name} is not supported by this server; leave it out", name)
+            del body[name]
+        elif name in _LABELS:
+            if not isinstance(body[name], (_LABELS[name], type(None))):
+                kind = "an object" if _LABELS[name] is dict else "a string"
+                raise RequestError(f"{name} must be {kind}", name)
+            del body[name]
+
+
+def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    # False == 0 and True == 1 in Python, but not in JSON.
+    return value is None or any(
+        value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
+    )
+
+
+def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestError:
+    """One fault in OpenAI's words: `messages[0].content: Input should be a valid string`."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(errors, key=lambda e: len(e["loc"]))  # of a union, the member that got furthest
+    where = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            where += f"[{part}]"
+        elif not where:
+            where = part
+        elif part.isidentifier() and part not in ("str", "int", "ContentPart"):  # names of union members
+            where += f".{part}"
+    name = str(first["loc"][-1]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(sorted(model.model_fields)) if len(first["loc"]) == 1 else ""
+        return RequestError(f"unknown parameter {name!r}{known and '; known: ' + known}", where)
+    if first["type"] == "missing":
+        return RequestError(f"{where} is missing", where)
+    if first["type"] == "none_required":
+        return RequestError(f"{where} is not supported by this server; leave it out", where)
+    return RequestError(f"{where}: {first['msg']}", where)

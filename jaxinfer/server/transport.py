@@ -1,0 +1,169 @@
+"""What lies between ASGI and the handlers: bodies with a cap, clients that go away, event streams, keys.
+
+Starlette cancels a streaming handler when its client leaves, but not one that computes a whole answer; here
+both are watched by the same function. Nothing here knows of models or engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxinfer.server.wire import ApiError, api_error, encode, frame
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_ID = 128
+"""Characters of a client's X-Request-Id that are sent back to it."""
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Strict JSON, whatever the value."""
+    return Response(encode(value), status, headers, media_type="application/json")
+
+
+async def read_body(http: HttpRequest, most: int) -> bytes:
+    """The body, unless it is longer than `most` bytes: then ApiError 413, before the rest is read."""
+    too_large = ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")
+    declared = http.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise too_large
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > most:
+            raise too_large
+    return bytes(body)
+
+
+async def unless_gone[Result](receive: Receive, work: Awaitable[Result]) -> Result | None:
+    """The result of `work`, or None when the client goes away first; `work` is cancelled then.
+
+    The body must have been read: what `receive` says next is that the client left.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: `first`, then what `rest` yields. An error on the way is the last event.
+
+    `rest` is closed when the client leaves, wherever it waits.
+    """
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]):
+        # X-Accel-Buffering: nginx would otherwise hold events back.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self._first, self._rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await unless_gone(receive, self._send_all(send))
+        finally:
+            await self._rest.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            await _send_part(send, self._first)
+            async for part in self._rest:
+                await _send_part(send, part)
+        except OSError:  # the client left while we were sending
+            return
+        except Exception as error:
+            problem = api_error(error)
+            if problem.status == 500:
+                logger.error("a stream ended early", exc_info=error)
+            await _send_part(send, frame(problem.body))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_part(send: Send, part: bytes) -> None:
+    await send({"type": "http.response.body", "body": part, "more_body": True})
+
+
+# ------------------------------------------------------------------------------- keys, ids and errors
+
+
+def key_check(api_key: str) -> Callable[[HttpRequest], Awaitable[None]]:
+    """A dependency that lets only `Authorization: Bearer <api_key>` pass, compared in constant time."""
+    expected = api_key.encode("utf-8", "surrogateescape")
+
+    async def check(http: HttpRequest) -> None:
+        # The raw header: decoding it would guess an encoding, and the key may hold any bytes.
+        raw = next((value for name, value in http.scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = raw.partition(b" ")
+        if not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), expected)):
+            raise ApiError(
+                401,
+                "no valid API key; send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    return check
+
+
+async def on_error(http: HttpRequest, error: Exception) -> Response:
+    """The exception handler of the application: every error is OpenAI's error object."""
+    if isinstance(error, HTTPException):
+        what = (
+            f"no such route: {http.method} {http.url.path}"
+            if error.status_code in (404, 405)
+            else error.detail
+        )
+        problem = ApiError(error.status_code, what, headers=error.headers)
+    elif isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    else:
+        problem = api_error(error)
+    return json_response(problem.body, problem.status, problem.headers)
+
+
+class RequestIds:
+    """Gives every answer an X-Request-Id: the client's own, cut to a sane length, or a new one.
+
+    It is a label for logs only. The engine's ids are its own, so clients may send the same one twice.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        theirs = Headers(scope=scope).get("x-request-id", "")[:MAX_REQUEST_ID]
+        label = theirs if theirs.isascii() and theirs.isprintable() and theirs else uuid.uuid4().hex
+
+        async def labelled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = label
+            await send(message)
+
+        await self.app(scope, receive, labelled)

@@ -1,0 +1,364 @@
+"""The engine's thread, and the bridge between it and asyncio.
+
+One thread owns the engine: it alone calls `add`, `cancel` and `step`. Handlers hand it work under one
+condition and read `Ticket`s; a ticket is all the requests of one HTTP body. The thread sleeps on the
+condition when there is nothing to do, and wakes each event loop once per step, however many tickets that
+step touched.
+
+    handler (asyncio)                         engine thread
+    ticket = await submit(requests)  ──add──▶ engine.add
+    async for events in ticket       ◀─push── engine.step
+    cancel(ticket)  (client gone)    ─cancel▶ engine.cancel
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from jaxinfer.core import EngineDeadError, JaxInferError, Limits, Request, RequestError, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+COALESCE_AT = 32
+"""Unread events of one sequence that are merged into one."""
+
+
+class OverloadedError(JaxInferError):
+    """As many sequences run and wait as the server admits; try again after `retry_after_s`."""
+
+    retry_after_s = 1
+
+
+class StoppingError(EngineDeadError):
+    """The server is shutting down and takes no new requests."""
+
+
+class EngineLike(Protocol):
+    """What the worker needs of an engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> Any: ...
+
+    def cancel(self, request_id: str) -> Any: ...
+
+    def step(self) -> Iterable[TokenEvent]: ...
+
+
+class Ticket:
+    """The requests of one HTTP body, in the engine's hands, and the news of them not read yet.
+
+    Iterate it from the event loop that submitted it: each item is a non-empty list of TokenEvents, in
+    order per sequence. A reader slower than the engine gets merged events, so unread news is little more
+    than its text and tokens. Iteration ends after the last sequence's end; it raises the error that ended
+    the ticket early.
+    """
+
+    def __init__(self, requests: Sequence[Request], loop: asyncio.AbstractEventLoop):
+        self.requests = tuple(requests)
+        self.sequences = sum(request.sampling.n for request in requests)
+        self.unfinished = self.sequences
+        self.accepted: asyncio.Future[None] = loop.create_future()
+        self.loop = loop
+        self._news = asyncio.Event()
+        self._lock = threading.Lock()
+        # Unread news: level 0 as it came, each further level merged from the one before. Merging into one
+        # event each time would copy a long answer again and again; so a token is copied log32 of n times.
+        self._levels: list[list[TokenEvent]] = [[]]
+        self._error: Exception | None = None
+        self._ended = False
+
+    def __aiter__(self) -> Ticket:
+        return self
+
+    async def __anext__(self) -> list[TokenEvent]:
+        while True:
+            await self._news.wait()
+            with self._lock:
+                events = [event for level in reversed(self._levels) for event in level]
+                self._levels = [[]]
+                if not self._ended:
+                    self._news.clear()
+                elif not events:
+                    break
+            if events:
+                return events
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    # The rest is the engine thread's side. `wake` must follow, on the ticket's loop.
+
+    def push(self, event: TokenEvent) -> None:
+        with self._lock:
+            self._file(event)
+            if event.finish_reason is not None:
+                self.unfinished -= 1
+                self._ended = self.unfinished <= 0
+
+    def _file(self, event: TokenEvent) -> None:
+        self._levels[0].append(event)
+        for level, events in enumerate(self._levels):
+            if len(events) < COALESCE_AT * self.sequences:
+                break
+            if level + 1 == len(self._levels):
+                self._levels.append([])
+            self._levels[level + 1] += _coalesce(events)
+            self._levels[level] = []
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+            self._ended = True
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def wake(self) -> None:
+        if not self.accepted.done():
+            if self._error is not None:
+                self.accepted.set_exception(self._error)
+            else:
+                self.accepted.set_result(None)
+        self._news.set()
+
+
+def _coalesce(events: list[TokenEvent]) -> list[TokenEvent]:
+    """One event per sequence that says what its events said, in the order of their first ones."""
+    groups: dict[tuple[str, int], list[TokenEvent]] = defaultdict(list)
+    for event in events:
+        groups[event.request_id, event.index].append(event)
+    return [merge_events(group) for group in groups.values()]
+
+
+def merge_events(events: Sequence[TokenEvent]) -> TokenEvent:
+    """The one event that says what these consecutive events of one sequence said."""
+    if len(events) == 1:
+        return events[0]
+    last = events[-1]
+    with_logprobs = any(e.logprobs is not None for e in events)
+    return TokenEvent(
+        request_id=last.request_id,
+        index=last.index,
+        text="".join(e.text for e in events),
+        token_ids=tuple(i for e in events for i in e.token_ids),
+        logprobs=tuple(p for e in events for p in e.logprobs or ()) if with_logprobs else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        metrics=last.metrics,
+    )
+
+
+class EngineWorker:
+    """Runs an engine on a thread of its own for any number of asyncio handlers.
+
+    At most `limits.max_num_seqs` sequences run and `max_queue` more wait; `submit` refuses what would go
+    beyond, at once. An exception out of `engine.step` is a fault of ours, not of a request (the engine
+    answers those itself): the thread ends, every open ticket fails, and `death` says why.
+    """
+
+    def __init__(self, engine: EngineLike, limits: Limits, *, max_queue: int = 256):
+        self.capacity = limits.max_num_seqs + max_queue
+        self.max_queue = max_queue
+        self.death: str | None = None
+        self._engine = engine
+        self._wakeup = threading.Condition()
+        self._commands: list[tuple[str, Ticket]] = []  # guarded by _wakeup, as is all below
+        self._open: dict[Ticket, int] = {}  # every ticket from submit to its end, and its sequences
+        self._stopping = False
+        self._step_began: float | None = None
+        self._tickets: dict[str, Ticket] = {}  # by request id; the engine thread's own
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
+
+    # ---------------------------------------------------------------------------- from event loops
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def check_room(self, sequences: int) -> None:
+        """Raise what `submit` would raise now for so many sequences: a cheap look before tokenising."""
+        if sequences > self.capacity:
+            raise RequestError(
+                f"{sequences} sequences (prompts times n) are more than this server takes at once, "
+                f"{self.capacity}; send fewer per request",
+                "n",
+            )
+        with self._wakeup:
+            if self.death is not None:
+                raise EngineDeadError(f"the engine has stopped: {self.death}")
+            if self._stopping:
+                raise StoppingError("the server is shutting down")
+            load = sum(self._open.values())
+            if load + sequences > self.capacity:
+                raise OverloadedError(
+                    f"{load} sequences run or wait and the server admits {self.capacity}; try again later"
+                )
+
+    async def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Hand requests over together; returns when the engine has taken all of them.
+
+        Raises RequestError (the engine refused one: none of them runs), OverloadedError or
+        EngineDeadError.
+        """
+        ticket = Ticket(requests, asyncio.get_running_loop())
+        with self._wakeup:
+            self.check_room(ticket.sequences)
+            self._open[ticket] = ticket.sequences
+            self._commands.append(("add", ticket))
+            self._wakeup.notify()
+        try:
+            await ticket.accepted
+        except asyncio.CancelledError:
+            self.cancel(ticket)
+            raise
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop what still runs of a ticket, before the next step. Harmless after its end."""
+        if ticket.ended:
+            return
+        with self._wakeup:
+            if self.death is None:
+                self._commands.append(("cancel", ticket))
+                self._wakeup.notify()
+
+    def end(self) -> None:
+        """Ask the thread to end after its current step; open tickets fail with StoppingError."""
+        with self._wakeup:
+            self._stopping = True
+            self._wakeup.notify()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """`end`, and wait for it."""
+        self.end()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def health(self) -> dict[str, Any]:
+        """What is true of the thread now. `step_s` is how long the step in progress has taken."""
+        with self._wakeup:
+            began = self._step_began
+            alive = self._thread.is_alive() and self.death is None
+            return {
+                "status": "ok" if alive and not self._stopping else "stopping" if alive else "dead",
+                "sequences": sum(self._open.values()),
+                "capacity": self.capacity,
+                "step_s": None if began is None else round(time.monotonic() - began, 3),
+                "error": self.death,
+            }
+
+    # ----------------------------------------------------------------------------- the thread itself
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+            self._end(StoppingError("the server is shutting down"), None)
+        except BaseException as error:
+            logger.exception("the engine thread ends")
+            death = f"{type(error).__name__}: {error}"
+            self._end(EngineDeadError(f"the engine has stopped: {death}"), death)
+
+    def _turn(self) -> bool:
+        """Obey what was asked, run one step, pass its events on. False when it is time to end."""
+        with self._wakeup:
+            self._step_began = None
+            while not (self._commands or self._stopping or self._engine.has_work):
+                self._wakeup.wait()
+            if self._stopping:
+                return False
+            commands, self._commands = self._commands, []
+            self._step_began = time.monotonic()
+        touched: dict[Ticket, None] = {}
+        for what, ticket in commands:
+            if what == "add":
+                self._add(ticket)
+            else:
+                self._drop(ticket)
+            touched[ticket] = None
+        self._settle(touched)  # before the step: it may take long, and submitters wait to hear
+        touched.clear()
+        if self._engine.has_work:
+            for event in self._engine.step():
+                ticket = self._tickets.get(event.request_id)
+                if ticket is not None:  # None: cancelled; nobody reads its last words
+                    ticket.push(event)
+                    touched[ticket] = None
+        self._settle(touched)
+        return True
+
+    def _settle(self, touched: Iterable[Ticket]) -> None:
+        """Free the places of tickets that have ended, and tell the readers of all of them."""
+        for ticket in touched:
+            if ticket.ended:
+                self._forget(ticket)
+        _wake(touched)
+
+    def _add(self, ticket: Ticket) -> None:
+        for request in ticket.requests:
+            try:
+                self._engine.add(request)
+            except JaxInferError as error:  # this one cannot be served; whatever else is raised is a fault
+                ticket.fail(error)
+                self._cancel_requests(ticket)
+                return
+            self._tickets[request.request_id] = ticket
+
+    def _drop(self, ticket: Ticket) -> None:
+        if not ticket.ended:
+            self._cancel_requests(ticket)
+            ticket.fail(StoppingError("the request was cancelled"))
+
+    def _cancel_requests(self, ticket: Ticket) -> None:
+        for request in ticket.requests:
+            if self._tickets.pop(request.request_id, None) is not None:
+                self._engine.cancel(request.request_id)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """The ticket has ended: its place is free."""
+        for request in ticket.requests:
+            self._tickets.pop(request.request_id, None)
+        with self._wakeup:
+            self._open.pop(ticket, None)
+
+    def _end(self, error: Exception, death: str | None) -> None:
+        with self._wakeup:
+            self.death = death
+            self._stopping = True
+            self._step_began = None
+            self._commands = []
+            open_tickets = list(self._open)
+        for ticket in open_tickets:
+            if not ticket.ended:
+                ticket.fail(error)
+            if death is None:
+                self._cancel_requests(ticket)
+            self._forget(ticket)
+        _wake(open_tickets)
+
+
+def _wake(tickets: Iterable[Ticket]) -> None:
+    """One call per event loop, not per ticket: waking a loop costs a system call."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = defaultdict(list)
+    for ticket in tickets:
+        by_loop[ticket.loop].append(ticket)
+    for loop, group in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake_all, group)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            logger.debug("an event loop closed before its requests ended")
+
+
+def _wake_all(tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.wake()

@@ -1,0 +1,176 @@
+"""Paged attention in plain XLA: blockwise online softmax, with nothing of size T x S.
+
+Tuned for the CPU, where the cost is memory traffic and page faults, not arithmetic:
+
+* Keys are visited in blocks by a loop with a dynamic trip count, so one program serves every context
+  length and a short batch pays for its own length alone.
+* A block is a few pages of every row, gathered as [rows * K, Z * H] slabs. The barrier after the gather
+  matters: fused with the reshape that follows, XLA computes a gather index per element, 4x slower.
+* V is gathered only after the scores are done, and blocks are sized so that gathered K or V stays near
+  `_BLOCK_BYTES`: larger temporaries leave the cache and come back from the allocator as fresh pages.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.batch import TILE_SIZES, RaggedBatch
+
+_BLOCK_BYTES = 3 << 20
+_BLOCK_KEYS = (512, 64)  # keys of a row in a block: most of a long row goes in large ones, its end in small
+_MASKED = -1e30  # finite: exp(_MASKED - _MASKED) is 1 and is selected away, where -inf would give NaN
+
+
+@functools.partial(jax.jit, static_argnames=("decode_rows", "scale"))
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    batch: RaggedBatch,
+    *,
+    decode_rows: int,
+    scale: float,
+) -> jax.Array:
+    """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are traced once."""
+    q = q * jnp.asarray(scale, q.dtype)
+    parts = []
+    if decode_rows:
+        parts.append(_decode(q[:decode_rows], k_pages, v_pages, batch))
+    if decode_rows < q.shape[0]:
+        parts.append(_chunks(q, k_pages, v_pages, batch)[decode_rows:])
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _block_pages(rows: int, pages: jax.Array, table_width: int, most_keys: int) -> tuple[int, ...]:
+    """Pages of each row in a large and in a small block (powers of two; one size if the two are equal).
+
+    SmolLM2 (12 KiB a page of 16): 1 row (32, 4), 8 rows (32, 4), 16 rows (16, 4), 32 rows (8, 4).
+    """
+    _, kv_heads, page_size, width = pages.shape
+    within_cache = _BLOCK_BYTES // (rows * kv_heads * page_size * width * 4)
+    small = min(max(1, _BLOCK_KEYS[1] // page_size), table_width)
+    large = min(max(within_cache, small), max(1, most_keys // page_size), table_width)
+    sizes = {1 << (size.bit_length() - 1) for size in (large, small)}
+    return tuple(sorted(sizes, reverse=True))
+
+
+def _gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """pages [M, K, Z, H], page_ids [R, C] -> [R, K, C * Z, H] float32."""
+    num_pages, kv_heads, page_size, width = pages.shape
+    rows, count = page_ids.shape
+    # The slab of page p, head k is row p * K + k of the flat view (below 2^31 by the size of any memory).
+    heads = jnp.arange(kv_heads, dtype=jnp.int32)
+    slabs = (page_ids[:, None, :] * kv_heads + heads[None, :, None]).reshape(-1)
+    slabs = lax.optimization_barrier(slabs)
+    flat = pages.reshape(num_pages * kv_heads, page_size * width)
+    block = lax.optimization_barrier(flat.at[slabs].get(mode="promise_in_bounds"))
+    return block.reshape(rows, kv_heads, count * page_size, width).astype(jnp.float32)
+
+
+def _largest(scores: jax.Array) -> jax.Array:
+    """max over the last axis. Halves are compared first: XLA's CPU reduction along rows does not use vector
+    instructions, the comparison of two arrays does (8x faster at 256 keys)."""
+    while scores.shape[-1] > 32 and scores.shape[-1] % 2 == 0:
+        scores = jnp.maximum(*jnp.split(scores, 2, axis=-1))
+    return jnp.max(scores, axis=-1)
+
+
+def _online_softmax(q, k_pages, v_pages, page_table, kv_len, last, block_pages):
+    """Attention of q [R, K, Q, H] over each row's pages, block by block, to the longest row's end.
+
+    kv_len int32 [R]: keys of a row. last int32 [R | 1, Q | 1]: the last key position that a query sees. A
+    query that sees no key gets finite garbage; the caller drops it. `block_pages` are the block sizes,
+    largest first: 600 keys at (512, 64) are 1 large block and 2 small.
+    """
+    rows, kv_heads, queries, width = q.shape
+    page_size = k_pages.shape[2]
+    # A block must not start beyond the table's end: dynamic_slice would clamp and repeat keys.
+    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages[0])))
+
+    def body(index, carry, first_page, pages):
+        largest, total, out = carry
+        page = first_page + index * pages
+        ids = lax.dynamic_slice_in_dim(page_table, page, pages, axis=1)
+        keys = page * page_size + jnp.arange(pages * page_size, dtype=jnp.int32)
+        seen = keys <= last[:, None, :, None]
+        k = _gather(k_pages, ids)
+        scores = jnp.einsum("rkqh,rksh->rkqs", q, k)
+        scores = jnp.where(seen, scores, _MASKED)
+        peak = jnp.maximum(largest, _largest(scores))
+        # Every query sees key 0, so from the first block on `peak` is a real score and a masked one gives 0.
+        weights = jnp.exp(scores - peak[..., None])
+        decay = jnp.exp(largest - peak)
+        total = total * decay + jnp.sum(weights, axis=-1)
+        ids, weights = lax.optimization_barrier((ids, weights))
+        v = _gather(v_pages, ids)
+        # A page beyond the row's end may hold NaN, and 0 * NaN is NaN: select before the product.
+        v = jnp.where((keys < kv_len[:, None])[:, None, :, None], v, 0.0)
+        out = out * decay[..., None] + jnp.einsum("rkqs,rksh->rkqh", weights, v)
+        return peak, total, out
+
+    shape = (rows, kv_heads, queries)
+    carry = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    num_keys, first_page = jnp.max(kv_len), jnp.int32(0)
+    for pages in block_pages:
+        left = num_keys - first_page * page_size
+        blocks = left // (pages * page_size)
+        if pages == block_pages[-1]:
+            blocks = (left + pages * page_size - 1) // (pages * page_size)
+        carry = lax.fori_loop(0, blocks, functools.partial(body, first_page=first_page, pages=pages), carry)
+        first_page = first_page + blocks * pages
+    _, total, out = carry
+    return out / jnp.where(total > 0, total, 1.0)[..., None]  # no key at all: 0 / 1
+
+
+def _decode(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch) -> jax.Array:
+    """Rows of one query: q [D, N, H], row i of the table for token i."""
+    rows, heads, width = q.shape
+    kv_heads = k_pages.shape[1]
+    table, kv_len = batch.page_table[:rows], batch.kv_len[:rows]
+    block_pages = _block_pages(rows, k_pages, table.shape[1], _BLOCK_KEYS[0])
+    grouped = q.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, width)
+    out = _online_softmax(grouped, k_pages, v_pages, table, kv_len, kv_len[:, None] - 1, block_pages)
+    out = jnp.where((kv_len > 0)[:, None, None, None], out, 0.0)
+    return out.reshape(rows, heads, width).astype(q.dtype)
+
+
+def _chunks(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch) -> jax.Array:
+    """Rows of many queries, one tile at a time: q [T, N, H] -> [T, N, H]; other tokens keep zeros."""
+    tokens, heads, width = q.shape
+    kv_heads = k_pages.shape[1]
+    group = heads // kv_heads
+    out = jnp.zeros((tokens + TILE_SIZES[0], heads, width), q.dtype)
+    padded = jnp.pad(q, ((0, TILE_SIZES[0]), (0, 0), (0, 0)))  # a tile may reach past the last token
+    positions = jnp.pad(batch.positions, (0, TILE_SIZES[0]))
+
+    for index, size in enumerate(TILE_SIZES):
+        if size > tokens and size != TILE_SIZES[-1]:
+            continue
+        # Scores are [K, G * Q, keys]: as many keys as queries keeps them in cache, and a causal tile full.
+        block_pages = _block_pages(1, k_pages, batch.page_table.shape[1], max(size, 128))[:1]
+        place = jnp.arange(size, dtype=jnp.int32)
+
+        def tile(number, out, size=size, place=place, block_pages=block_pages, index=index):
+            row, start, count = batch.tiles[index][number]
+            queries = lax.dynamic_slice_in_dim(padded, start, size)  # [Q, N, H]
+            queries = queries.astype(jnp.float32).reshape(size, kv_heads, group, width)
+            queries = queries.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * size, width)
+            position = lax.dynamic_slice_in_dim(positions, start, size)
+            # Rows of `queries` are g * Q + i; what lies past the tile's own tokens is dropped below.
+            last = jnp.tile(jnp.where(place < count, position, 0), group)[None]
+            table = lax.dynamic_slice_in_dim(batch.page_table, row, 1)
+            kv_len = position[count - 1][None] + 1
+            result = _online_softmax(queries, k_pages, v_pages, table, kv_len, last, block_pages)
+            result = result.reshape(kv_heads, group, size, width).transpose(2, 0, 1, 3)
+            result = result.reshape(size, heads, width).astype(out.dtype)
+            # Tokens past the tile belong to another row, perhaps already done: keep what is there.
+            old = lax.dynamic_slice_in_dim(out, start, size)
+            result = jnp.where((place < count)[:, None, None], result, old)
+            return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+        out = lax.fori_loop(0, batch.num_tiles[index], tile, out)
+    return out[:tokens]

@@ -1,0 +1,110 @@
+"""The house rules of docs/architecture.md, enforced on the syntax tree: who imports whom, and file sizes."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxinfer", "pallas_kernels", "checkpoints")
+MOST_LINES = 500
+
+# Room -> what it may import of the project besides itself. Arrows point down only.
+ALLOWED = {
+    "pallas_kernels": set(),
+    "checkpoints": set(),
+    "jaxinfer.core": set(),
+    "jaxinfer.progress": set(),
+    "jaxinfer.presets": set(),
+    "jaxinfer.config": {"jaxinfer.core"},
+    "jaxinfer.text": set(),
+    "jaxinfer.engine": {"jaxinfer.core", "jaxinfer.text"},
+    "jaxinfer.model": {"jaxinfer.core", "jaxinfer.config", "pallas_kernels"},
+    "jaxinfer.runtime": {
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.text", "jaxinfer.presets",
+        "jaxinfer.progress", "pallas_kernels", "checkpoints",
+    },
+    "jaxinfer.llm": {
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.runtime", "jaxinfer.progress",
+        "jaxinfer.text",
+    },
+    "jaxinfer.server": {"jaxinfer.core", "jaxinfer.llm", "jaxinfer.text", "jaxinfer.engine"},
+}  # fmt: skip
+
+# Rooms that must run without these: the engine is pure Python, the leaves are leaves.
+FORBIDDEN = {
+    "jaxinfer.core": {"jax", "numpy", "flax"},
+    "jaxinfer.engine": {"jax", "numpy", "flax"},
+    "jaxinfer.text": {"jax", "flax"},
+    "jaxinfer.config": {"jax", "numpy", "flax"},
+    "pallas_kernels": {"flax"},
+    "checkpoints": {"jax", "flax"},
+}
+
+EVERYWHERE_FORBIDDEN = {"torch", "transformers"}
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def imports_of(name: str, path: Path) -> set[str]:
+    """Absolute names of every module imported, wherever in the file; `from a import b` gives a and a.b."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(name: str) -> str | None:
+    """The longest room of ALLOWED that the module lies in; None for the front doors, which see all."""
+    rooms = [room for room in ALLOWED if name == room or name.startswith(room + ".")]
+    return max(rooms, key=len) if rooms else None
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=[name for name, _ in modules()])
+def test_imports_point_down(name: str, path: Path) -> None:
+    room = room_of(name)
+    imported = imports_of(name, path)
+    top_level = {module.partition(".")[0] for module in imported}
+    assert not top_level & EVERYWHERE_FORBIDDEN
+    if room is None:
+        return
+    assert not top_level & FORBIDDEN.get(room, set()), f"{name} imports {top_level & FORBIDDEN[room]}"
+    for module in imported:
+        target = room_of(module)
+        if target is not None and target != room:
+            assert target in ALLOWED[room], f"{name} imports {module}: {room} may not see {target}"
+
+
+def test_a_planted_upward_import_is_seen(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text("def f():\n    from jaxinfer.runtime import steps\n    import jax.numpy as jnp\n")
+    imported = imports_of("jaxinfer.engine.planted", planted)
+    assert room_of("jaxinfer.engine.planted") == "jaxinfer.engine"
+    assert {room_of(m) for m in imported} - {None} - ALLOWED["jaxinfer.engine"] == {"jaxinfer.runtime"}
+    assert "jax" in {m.partition(".")[0] for m in imported} & FORBIDDEN["jaxinfer.engine"]
+
+
+def test_files_stay_readable() -> None:
+    paths = [path for _, path in modules()]
+    paths += [*ROOT.glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    lines = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in paths}
+    too_long = {str(path): count for path, count in lines.items() if count > MOST_LINES}
+    assert not too_long, f"over {MOST_LINES} lines: {too_long}"
+    assert len((ROOT / "serve.py").read_text().splitlines()) <= 25

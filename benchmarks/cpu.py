@@ -122,6 +122,7 @@ def main() -> None:
         print(f"round {repeat}: " + ", ".join(f"{k} {v:.0f}" for k, v in figures.items()), file=sys.stderr)
 
     stats = llm.stats()
+    # Before the machine's limits are measured: those arrays are not the engine's.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = {
         "model": args.model,

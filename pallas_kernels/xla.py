@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels.batch import TILE_SIZES, RaggedBatch
 
 _BLOCK_BYTES = 3 << 20
-_BLOCK_KEYS = (512, 64)  # keys of a row in a block: most of a long row goes in large ones, its end in small
+_BLOCK_KEYS = 128  # most keys of a decoding row in a block; a short row pays for a whole one
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) is 1 and is selected away, where -inf would give NaN
 
 
@@ -45,17 +45,15 @@ def paged_attention(
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _block_pages(rows: int, pages: jax.Array, table_width: int, most_keys: int) -> tuple[int, ...]:
-    """Pages of each row in a large and in a small block (powers of two; one size if the two are equal).
+def _block_pages(rows: int, pages: jax.Array, table_width: int, most_keys: int) -> int:
+    """Pages of each row in a block, a power of two.
 
-    SmolLM2 (12 KiB a page of 16): 1 row (32, 4), 8 rows (32, 4), 16 rows (16, 4), 32 rows (8, 4).
+    SmolLM2 (12 KiB a page of 16), 128 keys: 8 pages for up to 32 rows, 4 for 64, 2 for 128.
     """
     _, kv_heads, page_size, width = pages.shape
     within_cache = _BLOCK_BYTES // (rows * kv_heads * page_size * width * 4)
-    small = min(max(1, _BLOCK_KEYS[1] // page_size), table_width)
-    large = min(max(within_cache, small), max(1, most_keys // page_size), table_width)
-    sizes = {1 << (size.bit_length() - 1) for size in (large, small)}
-    return tuple(sorted(sizes, reverse=True))
+    count = max(1, min(within_cache, most_keys // page_size, table_width))
+    return 1 << (count.bit_length() - 1)
 
 
 def _gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
@@ -83,19 +81,17 @@ def _online_softmax(q, k_pages, v_pages, page_table, kv_len, last, block_pages):
     """Attention of q [R, K, Q, H] over each row's pages, block by block, to the longest row's end.
 
     kv_len int32 [R]: keys of a row. last int32 [R | 1, Q | 1]: the last key position that a query sees. A
-    query that sees no key gets finite garbage; the caller drops it. `block_pages` are the block sizes,
-    largest first: 600 keys at (512, 64) are 1 large block and 2 small.
+    query that sees no key gets finite garbage; the caller drops it.
     """
     rows, kv_heads, queries, width = q.shape
-    page_size = k_pages.shape[2]
+    block_keys = block_pages * k_pages.shape[2]
     # A block must not start beyond the table's end: dynamic_slice would clamp and repeat keys.
-    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages[0])))
+    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
 
-    def body(index, carry, first_page, pages):
+    def body(index, carry):
         largest, total, out = carry
-        page = first_page + index * pages
-        ids = lax.dynamic_slice_in_dim(page_table, page, pages, axis=1)
-        keys = page * page_size + jnp.arange(pages * page_size, dtype=jnp.int32)
+        ids = lax.dynamic_slice_in_dim(page_table, index * block_pages, block_pages, axis=1)
+        keys = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         seen = keys <= last[:, None, :, None]
         k = _gather(k_pages, ids)
         scores = jnp.einsum("rkqh,rksh->rkqs", q, k)
@@ -113,16 +109,9 @@ def _online_softmax(q, k_pages, v_pages, page_table, kv_len, last, block_pages):
         return peak, total, out
 
     shape = (rows, kv_heads, queries)
-    carry = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    num_keys, first_page = jnp.max(kv_len), jnp.int32(0)
-    for pages in block_pages:
-        left = num_keys - first_page * page_size
-        blocks = left // (pages * page_size)
-        if pages == block_pages[-1]:
-            blocks = (left + pages * page_size - 1) // (pages * page_size)
-        carry = lax.fori_loop(0, blocks, functools.partial(body, first_page=first_page, pages=pages), carry)
-        first_page = first_page + blocks * pages
-    _, total, out = carry
+    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    blocks = (jnp.max(kv_len) + block_keys - 1) // block_keys
+    _, total, out = lax.fori_loop(0, blocks, body, start)
     return out / jnp.where(total > 0, total, 1.0)[..., None]  # no key at all: 0 / 1
 
 
@@ -131,7 +120,7 @@ def _decode(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedB
     rows, heads, width = q.shape
     kv_heads = k_pages.shape[1]
     table, kv_len = batch.page_table[:rows], batch.kv_len[:rows]
-    block_pages = _block_pages(rows, k_pages, table.shape[1], _BLOCK_KEYS[0])
+    block_pages = _block_pages(rows, k_pages, table.shape[1], _BLOCK_KEYS)
     grouped = q.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, width)
     out = _online_softmax(grouped, k_pages, v_pages, table, kv_len, kv_len[:, None] - 1, block_pages)
     out = jnp.where((kv_len > 0)[:, None, None, None], out, 0.0)
@@ -151,7 +140,7 @@ def _chunks(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedB
         if size > tokens and size != TILE_SIZES[-1]:
             continue
         # Scores are [K, G * Q, keys]: as many keys as queries keeps them in cache, and a causal tile full.
-        block_pages = _block_pages(1, k_pages, batch.page_table.shape[1], max(size, 128))[:1]
+        block_pages = _block_pages(1, k_pages, batch.page_table.shape[1], max(size, 128))
         place = jnp.arange(size, dtype=jnp.int32)
 
         def tile(number, out, size=size, place=place, block_pages=block_pages, index=index):

@@ -121,8 +121,11 @@ def load_params(
         value = parts[0] if len(parts) == 1 else np.concatenate(parts)
         value = value.astype(build.dtype, copy=False)
         layout = layout_for(build.platform, parameter.outputs) if value.ndim == 2 else RowMajor()
+        packed = layout.pack(value)
+        if not packed.flags.owndata:  # a view of the file: on CPU the parameter would keep it mapped
+            packed = packed.copy()
         on_tensor(1)
-        return jax.device_put(layout.pack(value), device)
+        return jax.device_put(packed, device)
 
     return _fill(config, build, read)
 

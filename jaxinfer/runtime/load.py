@@ -20,6 +20,7 @@ from jaxinfer.model.llama import Build
 from jaxinfer.presets import PRESETS
 from jaxinfer.progress import phase
 from jaxinfer.runtime.runner import JaxRunner
+from jaxinfer.runtime.trace import release_freed_memory
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -70,6 +71,7 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
             graph, state = weights.random_params(model_config, build, on_tensor=advance)
         else:
             graph, state = weights.load_params(model_config, build, source, on_tensor=advance)
+    release_freed_memory()  # what reading left behind, before the pool takes its share
     num_pages = _num_pages(config, model_config, max_model_len, kv_dtype, platform)
     runner = JaxRunner(
         model_config, graph, state, shape_ladder(config.max_num_seqs, config.max_num_batched_tokens),

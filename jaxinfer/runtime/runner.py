@@ -15,7 +15,7 @@ from jaxinfer.core import StepPlan, StepResult
 from jaxinfer.model.kv import create_kv
 from jaxinfer.progress import phase
 from jaxinfer.runtime import inputs, steps
-from jaxinfer.runtime.trace import ProgramRecord, compiles
+from jaxinfer.runtime.trace import ProgramRecord, compiles, release_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class JaxRunner:
         self.kv_dtype, self.platform = kv_dtype, platform
         self._progress = progress
         self._graph, self._state = graph, state
+        self._leaves = jax.tree.leaves(state)  # what a program takes: see compile_step
         self._programs: dict[StepShape, jax.stages.Compiled] = {}
         self.manifest: list[ProgramRecord] = []
         self._tokens_run = self._tokens_padded = 0
@@ -89,6 +90,7 @@ class JaxRunner:
         self._programs[shape] = program
         self.manifest.append(record)
         self._compiles_expected += compiles.count - before
+        release_freed_memory()
         logger.debug("compiled %s in %.2f s (%s)", shape, seconds, reason)
 
     # ------------------------------------------------------------------------------------ steps
@@ -107,7 +109,7 @@ class JaxRunner:
         self._tokens_run += plan.num_tokens
         self._tokens_padded += shape.tokens
         try:
-            output, self.kv = program(self._state, self.kv, jax.device_put(buffer))
+            output, self.kv = program(self._leaves, self.kv, jax.device_put(buffer))
         except Exception:
             self._recover()
             raise
@@ -151,5 +153,5 @@ class JaxRunner:
             "compiles_after_warmup": compiles.count - self._compiles_expected,
             "padding_waste": waste,
             "kv_bytes": kv_bytes,
-            "param_bytes": sum(x.nbytes for x in jax.tree.leaves(self._state)),
+            "param_bytes": sum(x.nbytes for x in self._leaves),
         }

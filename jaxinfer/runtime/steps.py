@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -76,14 +78,29 @@ def compile_options(platform: str) -> dict[str, Any]:
 def compile_step(
     graph: nnx.GraphDef, shape: StepShape, table_width: int, state: Any, kv: KVState, platform: str
 ) -> jax.stages.Compiled:
-    """The program of one bucket, with KV donated; call it as `program(state, kv, buffer)`.
+    """The program of one bucket, with KV donated; call it as `program(leaves, kv, buffer)`.
 
-    `state` and `kv` may be arrays or ShapeDtypeStructs.
+    `leaves` is `jax.tree.leaves(state)`: a flat list, because taking an NNX state apart costs a millisecond
+    of Python a call. `state` and `kv` may be arrays or ShapeDtypeStructs.
     """
-    function = jax.jit(
-        functools.partial(step, graph, shape, table_width),
-        donate_argnums=(1,),
-        compiler_options=compile_options(platform) or None,
-    )
+    leaves, structure = jax.tree.flatten(state)
+
+    def flat_step(leaves: list[jax.Array], kv: KVState, buffer: jax.Array) -> tuple[jax.Array, KVState]:
+        return step(graph, shape, table_width, jax.tree.unflatten(structure, leaves), kv, buffer)
+
+    function = jax.jit(flat_step, donate_argnums=(1,), compiler_options=compile_options(platform) or None)
     size = step_inputs.layout(shape, table_width).size
-    return function.lower(state, kv, jax.ShapeDtypeStruct((size,), jnp.int32)).compile()
+    with _without_source_lines():
+        return function.lower(leaves, kv, jax.ShapeDtypeStruct((size,), jnp.int32)).compile()
+
+
+@contextlib.contextmanager
+def _without_source_lines() -> Generator[None]:
+    """Leave Python's call stacks out of the program: they are a fifth of what a compiled program keeps in
+    memory. The names of layers (`jax.named_scope`) stay."""
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)

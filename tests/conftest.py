@@ -1,0 +1,43 @@
+"""What every test may use: the compile cache, the real model, and random tests that repeat themselves.
+
+pytest puts this folder on the import path because of this file, so tests anywhere below may import
+`tiny` and `fake_runner`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# An editable install is looked up after the import path, where the folder tests/checkpoints would pass for
+# the package `checkpoints`: the project's own folder has to come first.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# A failure must be the same on every machine, and a compile inside an example is no slow example.
+settings.register_profile(
+    "jaxinfer", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("jaxinfer")
+
+
+@pytest.fixture(scope="session")
+def compile_cache() -> None:
+    """Keep compiled programs where the engine keeps its own, so that a second run of the tests is quick.
+
+    `jax.config` is process-wide; tests that need no jax do not ask for this and do not import it.
+    """
+    from jaxinfer.runtime.load import use_compile_cache
+
+    use_compile_cache(None)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real SmolLM2-135M GGUF, downloaded on first use. Only for tests marked `model`."""
+    import checkpoints
+
+    checkpoints.pull("smollm2-135m", progress=False)
+    return checkpoints.resolve("smollm2-135m")

@@ -1,0 +1,189 @@
+"""A plan becomes one buffer: literal numbers, every bucket, every plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.config import EngineConfig, StepShape, shape_ladder
+from jaxinfer.core import MAX_HELD_BACK, SamplingParams, Slice, StepPlan
+from jaxinfer.runtime import inputs
+
+SIZES = {"table_width": 3, "page_size": 4, "num_pages": 10, "vocab_size": 300}
+
+
+def piece(start: int, tokens: tuple[int, ...], pages: tuple[int, ...], **changes: Any) -> Slice:
+    sampling = changes.pop("sampling", SamplingParams())
+    fields = {"uid": 0, "emit": True, "seed": 0, **changes}
+    return Slice(start=start, tokens=tokens, pages=pages, sampling=sampling, **fields)
+
+
+def packed(shape: StepShape, *pieces: Slice) -> dict[str, np.ndarray]:
+    buffer, _ = inputs.pack(StepPlan(0, pieces), shape, **SIZES)
+    assert buffer.dtype == np.int32
+    return inputs.layout(shape, SIZES["table_width"]).views(buffer)
+
+
+# ---------------------------------------------------------------------------------------------------- pack
+
+
+def test_the_worked_example() -> None:
+    """One decode at position 6 of pages 7, 3 and a chunk at 4..6 of pages 5, 9; two decode rows, Z 4."""
+    plan = StepPlan(0, (piece(6, (11,), (7, 3)), piece(4, (21, 22, 23), (5, 9), emit=False)))
+    shape = StepShape(tokens=5, decode_rows=2, chunk_rows=2)
+    buffer, rows = inputs.pack(plan, shape, **SIZES)
+    view = inputs.layout(shape, 3).views(buffer)
+    assert rows == [0, 2]
+    assert view["tokens"].tolist() == [11, 0, 21, 22, 23]
+    assert view["positions"].tolist() == [6, 0, 4, 5, 6]
+    assert view["token_row"].tolist() == [0, -1, 2, 2, 2]
+    assert view["page_ids"].tolist() == [3, 0, 9, 9, 9]
+    assert view["offsets"].tolist() == [2, 0, 0, 1, 2]
+    assert view["page_table"].tolist() == [[7, 3, 0], [0, 0, 0], [5, 9, 0], [0, 0, 0]]
+    assert view["kv_len"].tolist() == [7, 0, 7, 0]
+    assert view["emit"].tolist() == [0, 0, 4, 0]
+    assert view["num_tiles"].tolist() == [0, 1]
+    assert view["small_tiles"][0].tolist() == [2, 2, 3]
+
+
+def test_sampling_of_a_row() -> None:
+    sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, logprobs=4)
+    seed = (7 << 32) | 0xFFFFFFFE
+    view = packed(StepShape(2, 2, 0), piece(4, (1,), (2, 3), sampling=sampling, seed=seed, held_back=(8, 9)))
+    assert view["temperature"].tolist() == [np.float32(0.7), 0.0]
+    assert view["top_k"].tolist() == [5, 0]
+    assert view["top_p"].tolist() == [np.float32(0.9), 1.0]
+    assert view["min_p"].tolist() == [np.float32(0.1), 0.0]
+    assert view["top_logprobs"].tolist() == [4, 0]
+    assert view["seed"].tolist() == [[7, -2], [0, 0]]
+    assert view["sample_position"].tolist() == [5, 0]  # the token to choose is the one at position 5
+    assert view["held_back"][0].tolist() == [8, 9, *[300] * (MAX_HELD_BACK - 2)]
+    assert set(view["held_back"][1].tolist()) == {300}
+
+
+def test_a_slice_that_samples_nothing_asks_for_nothing() -> None:
+    """No noise, filter or alternatives run for a chunk in the middle of a prompt."""
+    sampling = SamplingParams(temperature=0.7, top_k=5, logprobs=4)
+    view = packed(StepShape(16, 0, 1), piece(0, (1, 2), (2,), sampling=sampling, emit=False, held_back=(8,)))
+    for name in ("temperature", "top_k", "top_logprobs", "sample_position"):
+        assert not view[name].any(), name
+    assert set(view["held_back"].ravel().tolist()) == {300}
+
+
+@pytest.mark.parametrize(
+    "greedy", [{"temperature": 0.0}, {"temperature": 1e-12}, {"top_k": 1}, {"top_p": 0.0}], ids=str
+)
+def test_what_is_greedy_reaches_the_device_as_temperature_zero(greedy: dict[str, Any]) -> None:
+    """B080, B081: nothing is divided by a tiny temperature, and top_p 0 cuts nothing."""
+    view = packed(StepShape(1, 1, 0), piece(0, (1,), (1,), sampling=SamplingParams(**greedy)))
+    assert view["temperature"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_top_k_off(top_k: int) -> None:
+    view = packed(StepShape(1, 1, 0), piece(0, (1,), (1,), sampling=SamplingParams(top_k=top_k)))
+    assert view["top_k"].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (piece(4, (1,), (2,)), "1 pages of 4 do not cover 5 tokens"),
+        (piece(0, (1,), (0,)), r"page ids \(0,\) leave 1\.\.9"),  # padding's page
+        (piece(0, (1,), (10,)), r"page ids \(10,\) leave 1\.\.9"),  # a gather would clamp it (B147)
+        (piece(0, (1,), (-1,)), r"page ids \(-1,\) leave 1\.\.9"),  # a scatter would wrap it (B146)
+        (piece(0, (300,), (1,)), r"token ids leave 0\.\.299"),
+        (piece(0, (-1,), (1,)), r"token ids leave 0\.\.299"),
+    ],
+)
+def test_indexes_that_the_device_would_bend_are_refused(wrong: Slice, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        packed(StepShape(1, 1, 0), wrong)
+
+
+# -------------------------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize("shape", [StepShape(1, 1, 0), StepShape(5, 2, 1), StepShape(520, 8, 64)], ids=str)
+def test_host_and_device_read_the_same_parts(shape: StepShape) -> None:
+    """Every part, floats by their bits; no two parts share a place and none is left over."""
+    layout = inputs.layout(shape, 9)
+    buffer = np.arange(layout.size, dtype=np.int32)
+    covered = np.concatenate([part.view(np.int32).ravel() for part in layout.views(buffer).values()])
+    np.testing.assert_array_equal(np.sort(covered), buffer)
+    generator = np.random.default_rng(0)
+    for part in layout.views(buffer).values():
+        drawn = generator.standard_normal(part.shape) if part.dtype == np.float32 else part
+        part[...] = drawn
+    views, split = layout.views(buffer), jax.jit(layout.split)(buffer)
+    assert set(views) == set(split)
+    for name, part in views.items():
+        assert split[name].dtype == part.dtype, name
+        np.testing.assert_array_equal(part, split[name], err_msg=name)
+
+
+# -------------------------------------------------------------------------------------------------- ladder
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, int, list[int]]:
+    """(max_num_seqs, max_num_batched_tokens, counts of the slices of one step within the two)."""
+    rows = draw(st.integers(1, 64))
+    budget = draw(st.one_of(st.sampled_from([1, 2, 15, 16, 17, 317, 512, 2048]), st.integers(1, 700)))
+    ones = draw(st.integers(0, min(rows, budget)))
+    counts, left = [1] * ones, budget - ones
+    chunk = st.sampled_from([2, 3, 16, 100, 10_000])
+    while left >= 2 and len(counts) < rows and draw(st.booleans()):
+        counts.append(min(left, draw(chunk)))
+        left -= counts[-1]
+    return rows, budget, counts or [1]
+
+
+@given(plans())
+def test_every_plan_within_the_limits_fits_a_bucket(drawn: tuple[int, int, list[int]]) -> None:
+    rows, budget, counts = drawn
+    ladder = shape_ladder(rows, budget)
+    assert len(set(ladder)) == len(ladder)
+    assert list(ladder) == sorted(ladder)
+    slices = tuple(piece(0, (1,) * n, (1,)) for n in counts)
+    shape = inputs.choose_shape(StepPlan(0, slices), ladder)
+    ones = sum(n == 1 for n in counts)
+    assert shape.holds(ones, len(counts) - ones, sum(counts) - ones)
+    assert shape.tokens <= rows + budget
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 16, 317])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 32])
+def test_the_fullest_plans_fit(rows: int, budget: int) -> None:
+    """All rows decoding; one chunk of the whole budget; as many chunks as possible; one chunk beside ones."""
+    ladder = shape_ladder(rows, budget)
+    ones = min(rows, budget)
+    full = [[1] * ones, [budget], [2] * min(rows, budget // 2), [1] * (rows - 1) + [budget - rows + 1]]
+    for counts in full:
+        if counts and min(counts) >= 1 and len(counts) <= rows and sum(counts) <= budget:
+            slices = tuple(piece(0, (1,) * n, (1,)) for n in counts)
+            inputs.choose_shape(StepPlan(0, slices), ladder)
+
+
+def test_the_number_of_programs() -> None:
+    defaults = EngineConfig()
+    assert len(shape_ladder(defaults.max_num_seqs, defaults.max_num_batched_tokens)) <= 40
+    assert len(shape_ladder(32, 512)) <= 24
+    assert len(shape_ladder(256, 8192)) <= 60
+
+
+def test_the_cheapest_bucket_is_taken() -> None:
+    ladder = shape_ladder(8, 64)
+    for counts, expected in [
+        ([1], "T1/D1/C0"),
+        ([1] * 3, "T4/D4/C0"),
+        ([5], "T16/D0/C2"),
+        ([1, 17], "T40/D8/C4"),
+    ]:
+        plan = StepPlan(0, tuple(piece(0, (1,) * n, (1,)) for n in counts))
+        assert str(inputs.choose_shape(plan, ladder)) == expected

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast check bench test-gpu clean
+.PHONY: demo test test-slow test-fast check bench test-gpu clean
 
 # The stamp depends on pyproject.toml, so changed dependencies install again.
 $(VENV)/.installed-%: pyproject.toml
@@ -19,7 +19,10 @@ demo: $(VENV)/.installed-run
 	$(BIN)/jaxinfer generate smollm2-135m "Gravity is the force that" --max-tokens 64 --temperature 0
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow and not model"

@@ -295,17 +295,21 @@ class StepShape:
 def shape_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
     """The buckets, cheapest first; every plan within the two limits fits one of them.
 
-    Decode alone: 1, 2, 4, ... rows. With chunks: 16, 32, 64, ... chunk tokens beside no, few or all decode
-    rows. (32 seqs, 512 tokens: 6 + 16 = 22 programs.)
+    Decode alone: 1, 2, 4, ... rows. With chunks: 16, 32, 64, ... chunk tokens beside no decode rows, a few
+    (where all of them would be much of the step), or all. (32 seqs, 512 tokens: 6 + 14 = 20 programs.)
     """
     most_rows = min(max_num_seqs, max_num_batched_tokens)
     shapes = {StepShape(rows, rows, 0) for rows in _powers(1, most_rows)}
     for chunk_tokens in _powers(16, max_num_batched_tokens):
         top = chunk_tokens == max_num_batched_tokens
         chunk_rows = most_rows if top else min(most_rows, max(2, chunk_tokens // 8))
-        for decode_rows in {0, min(8, most_rows), most_rows}:
-            if decode_rows <= 8 or top or decode_rows <= chunk_tokens:
-                shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows))
+        choices = {0}
+        if top or chunk_tokens >= most_rows:
+            choices.add(most_rows)
+        if chunk_tokens < 8 * most_rows:
+            choices.add(min(8, most_rows))
+        for decode_rows in choices:
+            shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows))
     return tuple(sorted(shapes))
 
 

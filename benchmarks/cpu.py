@@ -1,6 +1,6 @@
 """Speed of the whole engine through `LLM.generate`, float32 on CPU, best of several runs.
 
-    python -m benchmarks.cpu smollm2-135m [--repeat 3] [--json]
+    python -m benchmarks.cpu smollm2-135m [--repeat 3]
 
 decode N    N greedy streams from 16-token prompts: tokens per second once all are past their first token
 prefill N   one prompt of N tokens: N over the time to the first token

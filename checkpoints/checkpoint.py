@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.gguf_file import GGUFFile
-from checkpoints.gguf_header import MAGIC
 from checkpoints.safetensors_folder import PICKLE_SUFFIXES, SafetensorsFolder, refuse_pickle
 from checkpoints.tokenizer_source import TokenizerSource
+
+MAGIC = b"GGUF"
+"""First bytes of every GGUF file."""
 
 ACCEPTED = "a folder with config.json and safetensors, or a .gguf file"
 
@@ -65,5 +66,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     with path.open("rb") as file:
         magic = file.read(len(MAGIC))
     if magic == MAGIC or path.suffix == ".gguf":
+        from checkpoints.gguf_file import GGUFFile  # the package gguf is needed for such files alone
+
         return GGUFFile(path)
     raise CheckpointError(f"{path}: got a file that starts with {magic!r}; expected {ACCEPTED}")

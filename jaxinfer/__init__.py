@@ -1,4 +1,4 @@
-"""A JAX/XLA inference runtime for Llama-family models: paged KV, continuous batching, Pallas GPU kernels.
+"""A JAX/XLA inference runtime for Llama-family models: paged KV and continuous batching.
 
 from jaxinfer import LLM, SamplingParams
 LLM("smollm2-135m").generate("Gravity is", SamplingParams(max_tokens=32))

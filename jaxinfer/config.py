@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxinfer.core import ConfigError
 
@@ -102,7 +104,7 @@ class ModelConfig:
         return self.num_layers * layer + heads + d
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a Hugging Face `config.json`, as a dict.
 
         Raises ConfigError naming the key for what is missing, or changes the arithmetic and is not
@@ -112,79 +114,132 @@ class ModelConfig:
 
 
 _ARCHITECTURES = {"LlamaForCausalLM"}
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REFUSED = {  # key -> the values under which it changes nothing
     "sliding_window": (None,),
     "quantization_config": (None,),
     "pretraining_tp": (None, 1),
+    "partial_rotary_factor": (None, 1.0),
     "logit_scale": (None, 1.0),
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
     "no_rope_layers": (None,),
     "layer_types": (None,),
+    "hidden_act": (None, "silu", "swish"),
 }
 
 
-def _from_hf(config: dict[str, Any]) -> ModelConfig:
+class _Keys:
+    """Typed reading of a config's keys; every complaint is a ConfigError that names the key."""
+
+    def __init__(self, config: Mapping[str, Any], where: str = "config.json"):
+        self.config, self.where = config, where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{self.where}: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(f"{self.where}: {key} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._value(key, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {key} must be true or false, got {value!r}")
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.where} has no {key!r}, which is needed")
+        return value
+
+
+def _from_hf(config: Mapping[str, Any]) -> ModelConfig:
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
+    if architectures not in [[name] for name in _ARCHITECTURES]:
         raise ConfigError(
             f"architectures {architectures} is not supported; allowed: {sorted(_ARCHITECTURES)}"
         )
-    for key in _REQUIRED:
-        if key not in config:
-            raise ConfigError(f"config.json has no {key!r}, which a Llama model needs")
     for key, harmless in _REFUSED.items():
         if key in config and config[key] not in harmless:
             raise ConfigError(f"config.json: {key} = {config[key]!r} is not supported; allowed: {harmless}")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; allowed: 'silu'")
-    heads = config["num_attention_heads"]
-    eos = config.get("eos_token_id")
-    bias = bool(config.get("attention_bias", False))
+    keys = _Keys(config)
+    heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    bias = keys.flag("attention_bias")
     return ModelConfig(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=width,
+        intermediate_size=keys.integer("intermediate_size"),
+        num_layers=keys.integer("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        max_position=config.get("max_position_embeddings") or 2048,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=keys.integer("num_key_value_heads", heads),
+        head_dim=keys.integer("head_dim", width // heads),
+        max_position=keys.integer("max_position_embeddings", 2048),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope=_rope_from_hf(config),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=keys.flag("tie_word_embeddings"),
         attention_bias=bias,
         attention_output_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=keys.flag("mlp_bias"),
         bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        eos_token_ids=_token_ids(config.get("eos_token_id")),
     )
 
 
-def _rope_from_hf(config: dict[str, Any]) -> Rope:
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """eos_token_id: absent, one id or a list of ids."""
+    ids = [] if value is None else [value] if not isinstance(value, (list, tuple)) else value
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        raise ConfigError(f"config.json: eos_token_id must be token ids, got {value!r}")
+    return tuple(ids)
+
+
+_ROPE_KINDS: dict[str, tuple[type[Rope], dict[str, str]]] = {  # kind -> type, Hugging Face key of each field
+    "default": (Rope, {}),
+    "linear": (LinearRope, {"factor": "factor"}),
+    "llama3": (
+        Llama3Rope,
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_position": "original_max_position_embeddings",
+        },
+    ),
+}
+
+
+def _rope_from_hf(config: Mapping[str, Any]) -> Rope:
     """Both spellings: rope_theta + rope_scaling {type | rope_type}, and the newer rope_parameters."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(scaling.pop("rope_theta", config.get("rope_theta", 10000.0)))
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    try:
-        if kind == "default":
-            return Rope(theta)
-        if kind == "linear":
-            return LinearRope(theta, float(scaling["factor"]))
-        if kind == "llama3":
-            return Llama3Rope(
-                theta,
-                float(scaling["factor"]),
-                float(scaling["low_freq_factor"]),
-                float(scaling["high_freq_factor"]),
-                int(scaling["original_max_position_embeddings"]),
-            )
-    except KeyError as missing:
-        raise ConfigError(f"config.json: rope kind {kind!r} needs the key {missing}") from None
-    raise ConfigError(f"config.json: rope kind {kind!r} is not supported; allowed: default, linear, llama3")
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    scaling = config.get(name) or {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"config.json: {name} must be an object, got {scaling!r}")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise ConfigError(
+            f"config.json: rope kind {kind!r} is not supported; allowed: {', '.join(_ROPE_KINDS)}"
+        )
+    theta = _Keys(config).number("rope_theta", 10000.0)
+    if "rope_theta" in scaling:
+        theta = _Keys(scaling, f"config.json: {name}").number("rope_theta")
+    if kind == "default":
+        return Rope(theta)
+    made, fields = _ROPE_KINDS[kind]
+    keys = _Keys(scaling, f"config.json: {name} of kind {kind!r}")
+    values = {field: keys.number(key) for field, key in fields.items()}
+    unknown = set(scaling) - set(fields.values()) - {"rope_type", "type", "rope_theta"}
+    if unknown:
+        raise ConfigError(f"config.json: {name} of kind {kind!r} has unknown keys {sorted(unknown)}")
+    if "original_max_position" in values:
+        values["original_max_position"] = int(values["original_max_position"])
+    return made(theta, **values)
 
 
 # -------------------------------------------------------------------------------------------- engine
@@ -222,26 +277,38 @@ class EngineConfig:
     """Where compiled programs are kept; None is $JAXINFER_CACHE/compile, "" keeps none."""
     warmup: Literal["full", "lazy"] = "lazy"
     """full compiles every program at start; lazy compiles each on its first use."""
+    # Not served yet: any other value than these is refused by name.
+    quantization: None = None
+    interpret_kernels: bool = False
+    enable_prefix_caching: bool = False
+    scheduling_policy: Literal["fcfs"] = "fcfs"
+    async_scheduling: bool = False
+    batch_invariant: bool = False
+    speculative: None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if str(field.type).startswith("Literal"):
-                allowed = _literal_values(str(field.type))
-                if getattr(self, field.name) not in allowed:
-                    raise ConfigError(
-                        f"{field.name} {getattr(self, field.name)!r} is not one of {', '.join(allowed)}"
-                    )
+        for name, neutral in _NOT_SERVED.items():
+            if getattr(self, name) != neutral:
+                raise ConfigError(f"{name} is not supported yet; leave it at {neutral!r}")
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                allowed = ", ".join(get_args(hint))
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {allowed}")
         for name, low, optional in (
             ("max_model_len", 2, True), ("max_num_seqs", 1, False), ("max_num_batched_tokens", 1, False),
-            ("page_size", 1, False), ("num_pages", 2, True),
+            ("page_size", 1, False), ("num_pages", 2, True), ("seed", -(2**63), True),
         ):  # fmt: skip
             value = getattr(self, name)
             if optional and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
-        if not 0.0 < self.memory_utilization <= 1.0:
-            raise ConfigError(f"memory_utilization must lie in (0, 1], got {self.memory_utilization!r}")
+        share = self.memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"memory_utilization must lie in (0, 1], got {share!r}")
+        if not isinstance(self.compile_cache_dir, (str, type(None))):
+            raise ConfigError(f"compile_cache_dir must be a path as text, got {self.compile_cache_dir!r}")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
 
@@ -257,8 +324,16 @@ class EngineConfig:
         return cls(**kwargs)
 
 
-def _literal_values(annotation: str) -> tuple[str, ...]:
-    return tuple(part.strip().strip("\"'") for part in annotation[len("Literal[") : -1].split(","))
+_NOT_SERVED: dict[str, Any] = {
+    "quantization": None,
+    "interpret_kernels": False,
+    "enable_prefix_caching": False,
+    "scheduling_policy": "fcfs",
+    "async_scheduling": False,
+    "batch_invariant": False,
+    "speculative": None,
+    "tensor_parallel_size": 1,
+}
 
 
 # --------------------------------------------------------------------------------------------- steps
@@ -296,7 +371,7 @@ def shape_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepSh
     """The buckets, cheapest first; every plan within the two limits fits one of them.
 
     Decode alone: 1, 2, 4, ... rows. With chunks: 16, 32, 64, ... chunk tokens beside no decode rows, a few
-    (where all of them would be much of the step), or all. (32 seqs, 512 tokens: 6 + 14 = 20 programs.)
+    (where all of them would be much of the step), or all. (32 seqs, 512 tokens: 6 + 15 = 21 programs.)
     """
     most_rows = min(max_num_seqs, max_num_batched_tokens)
     shapes = {StepShape(rows, rows, 0) for rows in _powers(1, most_rows)}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -81,8 +82,22 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    # Not served yet: any other value than these is refused by name.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    prompt_logprobs: int | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    choice: Seq[str] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
+        for name, neutral in _NOT_SERVED.items():
+            value = getattr(self, name)
+            if value != neutral and not (name == "logit_bias" and value == {}):
+                raise RequestError(f"{name} is not supported yet; leave it at {neutral!r}", name)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(s, str) for s in stop):
             raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}", "stop")
@@ -115,6 +130,18 @@ class SamplingParams:
         """True when the most likely token is taken and nothing is drawn."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
 
+
+_NOT_SERVED: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "prompt_logprobs": None,
+    "json_schema": None,
+    "regex": None,
+    "choice": None,
+    "grammar": None,
+}
 
 MIN_TEMPERATURE = 1e-5
 """Below this a temperature is greedy: logits divided by it would leave the float32 range."""
@@ -308,7 +335,8 @@ class Runner(Protocol):
     """The device as the engine sees it. `dispatch` starts a step, `fetch` waits for what it sampled.
 
     A step that fails raises from either; the runner has then already replaced the KV state (a donated
-    cache is gone after a failed step), so every page's content is lost and the engine recomputes.
+    cache is gone after a failed step), so every page's content is lost and the engine recomputes. An
+    exception with an attribute `kv_lost` False was raised before the device was touched: pages are intact.
     """
 
     def dispatch(self, plan: StepPlan) -> Any: ...
@@ -371,3 +399,4 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None

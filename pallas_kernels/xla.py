@@ -36,13 +36,14 @@ def paged_attention(
     scale: float,
 ) -> jax.Array:
     """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are traced once."""
-    q = q * jnp.asarray(scale, q.dtype)
+    dtype = q.dtype
+    q = q.astype(jnp.float32) * scale
     parts = []
     if decode_rows:
         parts.append(_decode(q[:decode_rows], k_pages, v_pages, batch))
     if decode_rows < q.shape[0]:
         parts.append(_chunks(q, k_pages, v_pages, batch)[decode_rows:])
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
 
 
 def _block_pages(rows: int, pages: jax.Array, table_width: int, most_keys: int) -> int:
@@ -121,10 +122,10 @@ def _decode(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedB
     kv_heads = k_pages.shape[1]
     table, kv_len = batch.page_table[:rows], batch.kv_len[:rows]
     block_pages = _block_pages(rows, k_pages, table.shape[1], _BLOCK_KEYS)
-    grouped = q.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, width)
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
     out = _online_softmax(grouped, k_pages, v_pages, table, kv_len, kv_len[:, None] - 1, block_pages)
     out = jnp.where((kv_len > 0)[:, None, None, None], out, 0.0)
-    return out.reshape(rows, heads, width).astype(q.dtype)
+    return out.reshape(rows, heads, width)
 
 
 def _chunks(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch) -> jax.Array:
@@ -146,7 +147,7 @@ def _chunks(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedB
         def tile(number, out, size=size, place=place, block_pages=block_pages, index=index):
             row, start, count = batch.tiles[index][number]
             queries = lax.dynamic_slice_in_dim(padded, start, size)  # [Q, N, H]
-            queries = queries.astype(jnp.float32).reshape(size, kv_heads, group, width)
+            queries = queries.reshape(size, kv_heads, group, width)
             queries = queries.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * size, width)
             position = lax.dynamic_slice_in_dim(positions, start, size)
             # Rows of `queries` are g * Q + i; what lies past the tile's own tokens is dropped below.
@@ -155,7 +156,7 @@ def _chunks(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedB
             kv_len = position[count - 1][None] + 1
             result = _online_softmax(queries, k_pages, v_pages, table, kv_len, last, block_pages)
             result = result.reshape(kv_heads, group, size, width).transpose(2, 0, 1, 3)
-            result = result.reshape(size, heads, width).astype(out.dtype)
+            result = result.reshape(size, heads, width)
             # Tokens past the tile belong to another row, perhaps already done: keep what is there.
             old = lax.dynamic_slice_in_dim(out, start, size)
             result = jnp.where((place < count)[:, None, None], result, old)

@@ -24,8 +24,9 @@ class RowMajor:
     def pack(self, weight: np.ndarray) -> np.ndarray:
         return weight
 
-    def matmul(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    def matmul(self, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        """x [T, in] times the weight transposed -> [T, out] in `dtype` (None: that of x)."""
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
     def rows(self, weight: jax.Array, ids: jax.Array) -> jax.Array:
         return weight[ids]
@@ -38,7 +39,7 @@ class Blocked:
     XLA's CPU products want the weight as [in, out] and read it in strips of some 64 outputs: from [out, in]
     it is transposed on every call, from [in, out] each row of a strip lies on another memory page. Blocks
     are those strips. 8 rows: 30 ms as [out, in], 22 ms as [in, out], 15 ms blocked (SmolLM2's MLP weights;
-    docs/performance.md). The broadcast below costs nothing once it is fused into the product, which
+    docs/log.md). The broadcast below costs nothing once it is fused into the product, which
     `runtime.steps.compile_options` asks for.
     """
 
@@ -52,11 +53,13 @@ class Blocked:
         blocks = weight.reshape(-1, self.block, weight.shape[1])
         return np.ascontiguousarray(blocks.transpose(0, 2, 1))
 
-    def matmul(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def matmul(self, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         if x.shape[0] == 1:  # one row leaves the fast products for a slower path, two do not
-            return self.matmul(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
+            return self.matmul(jnp.pad(x, ((0, 1), (0, 0))), weight, dtype)[:1]
         rows = jnp.broadcast_to(x, (weight.shape[0], *x.shape))
-        product = lax.dot_general(rows, weight, (((2,), (1,)), ((0,), (0,))))  # [blocks, T, block]
+        product = lax.dot_general(  # [blocks, T, block]
+            rows, weight, (((2,), (1,)), ((0,), (0,))), preferred_element_type=dtype
+        )
         return product.transpose(1, 0, 2).reshape(x.shape[0], -1)
 
     def rows(self, weight: jax.Array, ids: jax.Array) -> jax.Array:

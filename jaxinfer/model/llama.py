@@ -49,8 +49,8 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(self.layout.shape(outputs, inputs), build.dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), build.dtype)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.layout.matmul(x, self.weight[...])
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        y = self.layout.matmul(x, self.weight[...], dtype)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -78,8 +78,8 @@ class Embedding(nnx.Module):
         """token_ids int32 [T] -> [T, D]"""
         return self.layout.rows(self.weight[...], token_ids)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        return self.layout.matmul(x, self.weight[...])
+    def logits(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        return self.layout.matmul(x, self.weight[...], dtype)
 
 
 class Attention(nnx.Module):
@@ -181,10 +181,9 @@ class Llama(nnx.Module):
         return x, KVState(tuple(k_pages), tuple(v_pages))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [E, D] -> float32 [E, V]."""
-        x = self.norm(hidden)
-        y = self.embedding.logits(x) if self.head is None else self.head(x)
-        return y.astype(jnp.float32)
+        """hidden [E, D] -> float32 [E, V], accumulated and kept in float32: bfloat16 would make ties."""
+        x, wide = self.norm(hidden), jnp.dtype(jnp.float32)
+        return self.embedding.logits(x, wide) if self.head is None else self.head(x, wide)
 
 
 def abstract_model(config: ModelConfig, build: Build) -> tuple[nnx.GraphDef, nnx.State]:

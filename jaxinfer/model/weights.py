@@ -38,7 +38,6 @@ class Parameter:
     path: tuple[str | int, ...]
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    optional: bool = False
 
     @property
     def outputs(self) -> int:
@@ -111,8 +110,9 @@ def load_params(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Read every parameter once, put it in its layout and dtype, and hand it to the device at once.
 
-    Host memory above the loaded parameters stays within the largest parameter. `on_tensor(1)` is called
-    per parameter. Raises ConfigError for a missing, extra or mis-shaped tensor.
+    Host memory above the loaded parameters stays within three times the largest one: what was read, its
+    cast and its packed copy. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
+    extra or mis-shaped tensor.
     """
     check_names(config, source)
 
@@ -138,7 +138,8 @@ def random_params(
 
     def draw(parameter: Parameter) -> jax.Array:
         shape = (parameter.outputs, *parameter.shapes[0][1:])
-        if "norm" in parameter.path[-2]:  # pyright: ignore[reportOperatorIssue]
+        if "norm" in str(parameter.path[-2]):
+            on_tensor(1)
             return jnp.ones(shape, build.dtype)
         value = (generator.standard_normal(shape, np.float32) * 0.02).astype(build.dtype)
         layout = layout_for(build.platform, parameter.outputs) if value.ndim == 2 else RowMajor()

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoints
 import pallas_kernels
@@ -80,13 +81,26 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     )  # fmt: skip
     if config.warmup == "full":
         runner.warm_up()
-    eos = tokenizer.eos_ids if tokenizer and source is not None else frozenset(model_config.eos_token_ids)
+    eos = _eos_ids(model_config, source, tokenizer)
     limits = Limits(
         num_pages=num_pages, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
         vocab_size=model_config.vocab_size, eos_token_ids=frozenset(eos),
     )  # fmt: skip
     return Loaded(runner, limits, tokenizer, template, name, model_config, config)
+
+
+def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The ids that end an answer: generation_config.json's where it names any, else the tokenizer's or the
+    model's own. Random weights end nowhere but at the config's."""
+    if source is None:
+        return frozenset(config.eos_token_ids)
+    stated = source.generation_config.get("eos_token_id")
+    if tokenizer is not None:
+        return frozenset(tokenizer.eos_ids)  # it has read generation_config too
+    if stated is None:
+        return frozenset(config.eos_token_ids)
+    return frozenset([stated] if isinstance(stated, int) else stated)
 
 
 def _auto(value: str, default: str) -> str:
@@ -104,7 +118,7 @@ def _open(model: str) -> tuple[str, ModelConfig, Any, Tokenizer | None, ChatTemp
     origin = checkpoint.tokenizer_source()
     tokenizer = load_tokenizer(origin)
     template = ChatTemplate.from_source(origin, tokenizer) if tokenizer else None
-    name = Path(model).name if os.path.exists(model) else model
+    name = Path(model).resolve().name if os.path.exists(model) else model
     return name, model_config, checkpoint, tokenizer, template
 
 
@@ -147,9 +161,10 @@ def _num_pages(
 
 def _free_bytes(platform: str) -> int:
     if platform == "cpu":
-        with open("/proc/meminfo") as meminfo:
-            fields = dict(line.split(":", 1) for line in meminfo)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):
+            raise ConfigError("this system does not tell its free memory: state num_pages") from None
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError(f"{platform} does not tell its free memory: state num_pages")
@@ -162,6 +177,9 @@ def use_compile_cache(folder: str | None) -> None:
         if jax.config.jax_compilation_cache_dir:
             return  # the user's own choice stands
         folder = str(checkpoints.cache_folder() / "compile")
+    if (folder or None) == jax.config.jax_compilation_cache_dir:
+        return
+    compilation_cache.reset_cache()  # JAX opens its cache once a process; a new folder needs a new opening
     jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

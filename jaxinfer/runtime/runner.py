@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxinfer.config import ModelConfig, StepShape
 from jaxinfer.core import StepPlan, StepResult
-from jaxinfer.model.kv import create_kv
+from jaxinfer.model.kv import KVState, create_kv
 from jaxinfer.progress import phase
 from jaxinfer.runtime import inputs, steps
 from jaxinfer.runtime.trace import ProgramRecord, compiles, release_freed_memory
@@ -60,10 +60,13 @@ class JaxRunner:
         self._programs: dict[StepShape, jax.stages.Compiled] = {}
         self.manifest: list[ProgramRecord] = []
         self._tokens_run = self._tokens_padded = 0
-        self.kv = self._new_kv()
+        self.kv: KVState | None = self._new_kv()
+        self._kv_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.kv)
+        self._kv_bytes = sum(x.nbytes for x in jax.tree.leaves(self.kv))
+        self._warm = False
         self._compiles_expected = compiles.count
 
-    def _new_kv(self) -> Any:
+    def _new_kv(self) -> KVState:
         return jax.block_until_ready(create_kv(self.config, self.num_pages, self.page_size, self.kv_dtype))
 
     # --------------------------------------------------------------------------------- programs
@@ -74,13 +77,15 @@ class JaxRunner:
             for shape in self.ladder:
                 self._program(shape, "warm-up")
                 advance(1)
+        self._warm = True
 
     def _program(self, shape: StepShape, reason: str) -> None:
         if shape in self._programs:
             return
         before, start = compiles.count, time.perf_counter()
-        kv = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.kv)
-        program = steps.compile_step(self._graph, shape, self.table_width, self._state, kv, self.platform)
+        program = steps.compile_step(
+            self._graph, shape, self.table_width, self._state, self._kv_shapes, self.platform
+        )
         seconds = time.perf_counter() - start
         memory = program.memory_analysis()
         assert memory is not None, f"XLA gives no memory analysis on {self.platform}"
@@ -89,7 +94,8 @@ class JaxRunner:
         )
         self._programs[shape] = program
         self.manifest.append(record)
-        self._compiles_expected += compiles.count - before
+        if not self._warm:  # after a full warm-up even a bucket's own compile is one too many
+            self._compiles_expected += compiles.count - before
         release_freed_memory()
         logger.debug("compiled %s in %.2f s (%s)", shape, seconds, reason)
 
@@ -97,19 +103,26 @@ class JaxRunner:
 
     def dispatch(self, plan: StepPlan) -> Pending:
         """Pack the plan, start the step, and return without waiting for it."""
-        shape = inputs.choose_shape(plan, self.ladder)
-        if shape not in self._programs:
-            with phase(f"compiling {shape}", wanted=self._progress):
-                self._program(shape, f"first used at step {plan.step}")
-        program = self._programs[shape]
-        buffer, rows = inputs.pack(
-            plan, shape, table_width=self.table_width, page_size=self.page_size,
-            num_pages=self.num_pages, vocab_size=self.config.vocab_size,
-        )  # fmt: skip
+        try:
+            shape = inputs.choose_shape(plan, self.ladder)
+            if shape not in self._programs:
+                with phase(f"compiling {shape}", wanted=self._progress):
+                    self._program(shape, f"first used at step {plan.step}")
+            program = self._programs[shape]
+            buffer, rows = inputs.pack(
+                plan, shape, table_width=self.table_width, page_size=self.page_size,
+                num_pages=self.num_pages, vocab_size=self.config.vocab_size,
+            )  # fmt: skip
+            sent = jax.device_put(buffer)
+            if self.kv is None:
+                self.kv = self._new_kv()
+        except Exception as error:
+            error.kv_lost = self.kv is None  # type: ignore[attr-defined]  # see core.Runner
+            raise
         self._tokens_run += plan.num_tokens
         self._tokens_padded += shape.tokens
         try:
-            output, self.kv = program(self._leaves, self.kv, jax.device_put(buffer))
+            output, self.kv = program(self._leaves, self.kv, sent)
         except Exception:
             self._recover()
             raise
@@ -133,18 +146,23 @@ class JaxRunner:
         return StepResult(tuple(by_slice.get(i) for i in range(len(slices))))
 
     def _recover(self) -> None:
-        """The donated pages of a failed step are gone: start from an empty pool."""
+        """The donated pages of a failed step are gone: start from an empty pool. The old one goes first,
+        since two do not fit, and if there is no room even so the next step tries again."""
         logger.warning("a step failed on the device; the KV pool is made anew")
-        self.kv = self._new_kv()
+        self.kv = None
+        try:
+            self.kv = self._new_kv()
+        except Exception:
+            logger.exception("there is no room for a new KV pool yet")
 
     # ------------------------------------------------------------------------------------ state
 
     def stats(self) -> dict[str, Any]:
         """programs, compiles_after_warmup, padding_waste (share of run tokens that were padding), ...
 
-        `compiles_after_warmup` counts compiles of this process that were not a bucket's first use.
+        `compiles_after_warmup` counts the process's compiles since a full warm-up; with warmup "lazy" those
+        that were not a bucket's first use.
         """
-        kv_bytes = sum(x.nbytes for x in jax.tree.leaves(self.kv))
         waste = 1.0 - self._tokens_run / self._tokens_padded if self._tokens_padded else 0.0
         return {
             "programs": len(self._programs),
@@ -152,6 +170,6 @@ class JaxRunner:
             "compile_s": sum(record.compile_s for record in self.manifest),
             "compiles_after_warmup": compiles.count - self._compiles_expected,
             "padding_waste": waste,
-            "kv_bytes": kv_bytes,
+            "kv_bytes": self._kv_bytes,
             "param_bytes": sum(x.nbytes for x in self._leaves),
         }

@@ -18,8 +18,6 @@ from jaxinfer.model.kv import KVState
 from jaxinfer.runtime import inputs as step_inputs
 from jaxinfer.runtime.sample import SamplingOutputs, sample
 
-_COLUMNS = 3 + 2 * MAX_LOGPROBS
-
 
 def step(
     graph: nnx.GraphDef, shape: StepShape, table_width: int, state: Any, kv: KVState, buffer: jax.Array

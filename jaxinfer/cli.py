@@ -160,8 +160,7 @@ class Generate:
         return 1 if failed else 0
 
     def _stream(self, llm: LLM, request: Request) -> int:
-        with progress.silenced():
-            events = list(print_stream(llm.stream(request)))
+        events = list(print_stream(llm.stream(request)))
         last = events[-1]
         if last.finish_reason in ("error", "abort"):
             say_error(last.error or f"the prompt ended with {last.finish_reason}")
@@ -339,21 +338,25 @@ def _token_ids(argument: str) -> list[int]:
 
 
 def print_stream(events: Iterable[TokenEvent]) -> Iterator[TokenEvent]:
-    """Pass events on and print their text as it comes, with a line end after the last."""
-    for event in events:
-        print(event.text, end="", flush=True)
-        yield event
-    print(flush=True)
+    """Pass events on and print their text as it comes, with a line end after the last.
+
+    From the first text on no progress is shown beside it; what compiles before is.
+    """
+    quiet = False
+    with contextlib.ExitStack() as stack:
+        for event in events:
+            if event.text and not quiet:
+                stack.enter_context(progress.silenced())
+                quiet = True
+            print(event.text, end="", flush=True)
+            yield event
+        print(flush=True)
 
 
 def _answer(llm: LLM, request: Request) -> tuple[str, str | None]:
     """Print an answer as it comes; its text, and the error that ended it, if any. Ctrl-C ends it early."""
     parts: list[str] = []
-    with (
-        progress.silenced(),
-        _interruption() as interrupted,
-        contextlib.closing(llm.stream(request)) as events,
-    ):
+    with _interruption() as interrupted, contextlib.closing(llm.stream(request)) as events:
         for event in print_stream(events):
             parts.append(event.text)
             if event.finish_reason in ("error", "abort"):
@@ -423,12 +426,7 @@ def output_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def _logprobs_json(known: dict[int, Logprob]) -> dict[str, Any]:
-    """JSON has no minus infinity: such a token has no logprob."""
     return {
-        str(token_id): {
-            "logprob": entry.logprob if entry.logprob > float("-inf") else None,
-            "rank": entry.rank,
-            "text": entry.text,
-        }
+        str(token_id): {"logprob": entry.logprob, "rank": entry.rank, "text": entry.text}
         for token_id, entry in known.items()
     }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -30,6 +31,10 @@ MAX_LOGPROBS = 20
 
 MAX_HELD_BACK = 32
 """Most token ids that `min_tokens` can hold back at once: EOS ids and stop_token_ids together."""
+
+
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 16384, 4096
+"""Limits of one request's stop conditions: they are matched on the thread that all requests share."""
 
 
 class JaxInferError(Exception):
@@ -100,13 +105,26 @@ class SamplingParams:
                 raise RequestError(f"{name} is not supported yet; leave it at {neutral!r}", name)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(s, str) for s in stop):
-            raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}", "stop")
+            raise RequestError(f"stop must be a string or a list of strings, got {_shown(self.stop)}", "stop")
         if any(not s for s in stop):
             raise RequestError("stop holds an empty string; every stop string needs a character", "stop")
+        if len(stop) > MAX_STOPS or sum(map(len, stop)) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop has {len(stop)} strings of {sum(map(len, stop))} characters together; "
+                f"at most {MAX_STOPS} of {MAX_STOP_CHARACTERS} are served",
+                "stop",
+            )
         object.__setattr__(self, "stop", tuple(stop))
         ids = self.stop_token_ids
         if not isinstance(ids, (list, tuple)) or not all(_is_int(i) for i in ids):
-            raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r}", "stop_token_ids")
+            raise RequestError(
+                f"stop_token_ids must be a list of token ids, got {_shown(ids)}", "stop_token_ids"
+            )
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are served",
+                "stop_token_ids",
+            )
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         _check_int("n", self.n, 1, 128)
         _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
@@ -156,17 +174,28 @@ def _check_int(name: str, value: Any, low: int, high: int | None, *, optional: b
         return
     if not _is_int(value) or value < low or (high is not None and value > high):
         allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-        raise RequestError(f"{name} must be {allowed}, got {value!r}", name)
+        raise RequestError(f"{name} must be {allowed}, got {_shown(value)}", name)
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared before converted: float(10**400) raises.
+    if not number or not low <= value <= min(high, sys.float_info.max):
         allowed = (
-            f"a number of at least {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
+            f"a finite number of at least {low:g}"
+            if high == math.inf
+            else f"a number from {low:g} to {high:g}"
         )
-        raise RequestError(f"{name} must be {allowed}, got {value!r}", name)
-    if math.isinf(value):
-        raise RequestError(f"{name} must be finite, got {value!r}", name)
+        raise RequestError(f"{name} must be {allowed}, got {_shown(value)}", name)
+
+
+def _shown(value: Any) -> str:
+    """A value as an error message repeats it, cut: a client may send megabytes."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits has no repr
+        return "an integer of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +222,7 @@ class Limits:
     """What the engine must stay within: of the pool, of one step, and of the model.
 
     Page 0 belongs to nobody (padding writes go there), so `num_pages - 1` pages can be taken. A step runs
-    at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences; slices of more than one
-    token are laid out in tiles of `chunk_tile` tokens, of which a step holds at most `max_tiles`.
+    at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences.
     """
 
     num_pages: int
@@ -203,8 +231,6 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
-    chunk_tile: int = 1
-    max_tiles: int = 1 << 30
     eos_token_ids: frozenset[int] = frozenset()
 
     @property

@@ -9,12 +9,15 @@ The calling thread runs the engine; a server runs `llm.engine` on a thread of it
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import signal
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
+from types import FrameType
 from typing import Any
 
 from jaxinfer.config import EngineConfig, ModelConfig
@@ -110,6 +113,8 @@ class LLM:
         self.engine = Engine(runner, limits, tokenizer, seed=engine_config.seed)
         # Whoever waits for an answer runs a step, and files its events with all who wait.
         self._lock = threading.Lock()
+        self._holder: int | None = None  # the thread that holds the lock
+        self._left: list[tuple[str, list[TokenEvent]]] = []  # requests that nobody waits for any more
         self._mailboxes: dict[str, list[TokenEvent]] = {}
 
     # ------------------------------------------------------------------------------------- answers
@@ -164,7 +169,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """What the engine counts: pages, sequences, steps, times (`Engine.stats`)."""
-        with self._lock:
+        with self._turn():
             return self.engine.stats()
 
     def encode(self, text: str) -> list[int]:
@@ -202,6 +207,25 @@ class LLM:
         `add_generation_prompt` (by default: not `continue_final_message`) opens the assistant's answer;
         `continue_final_message` leaves the last message open instead. Further options go to the template.
         """
+        ids = self.encode_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **template_options,
+        )
+        return self._request(ids, sampling_params, None)
+
+    def encode_chat(
+        self,
+        messages: Seq[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, as `prepare_chat` would run it, however many they are."""
         if self.chat_template is None or self.tokenizer is None:
             raise RequestError(
                 "this model has no chat template; use generate with a plain prompt", "messages"
@@ -218,17 +242,18 @@ class LLM:
         from jaxinfer.text import ChatTemplateError, TokenizerError
 
         try:
-            ids = self.chat_template.render(
-                messages,
-                self.tokenizer,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **template_options,
+            return list(
+                self.chat_template.render(
+                    messages,
+                    self.tokenizer,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    **template_options,
+                )
             )
         except (ChatTemplateError, TokenizerError) as error:
             raise RequestError(str(error), "messages") from error
-        return self._request(ids, sampling_params, None)
 
     def _request(self, ids: Seq[int], sampling: SamplingParams | None, prompt: str | None) -> Request:
         request = Request(
@@ -244,7 +269,7 @@ class LLM:
 
     def _answer(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
         wanted = len(requests) > 1 and sys.stderr.isatty() if progress is None else progress
-        answers = {r.request_id: [_Answer(index) for index in range(r.sampling.n)] for r in requests}
+        answers = {r.request_id: [_Continuation(index) for index in range(r.sampling.n)] for r in requests}
         with phase("generating", total=len(requests), wanted=wanted) as advance:
             for event in self._events(requests):
                 parts = answers[event.request_id]
@@ -258,7 +283,7 @@ class LLM:
         mailbox: list[TokenEvent] = []
         unfinished = {request.request_id: request.sampling.n for request in requests}
         try:
-            with self._lock:
+            with self._turn():
                 for request in requests:
                     self.engine.add(request)
                     self._mailboxes[request.request_id] = mailbox
@@ -270,18 +295,38 @@ class LLM:
                             del unfinished[event.request_id]
                     yield event
         finally:
-            with self._lock:
-                for request_id in unfinished:
-                    if request_id in self._mailboxes:  # else it was never added, by us
-                        self.engine.cancel(request_id)
-                for request in requests:
-                    self._mailboxes.pop(request.request_id, None)
-                if unfinished and not self.engine.scheduler.has_unfinished:
-                    self._step()  # only the ends of the cancelled are left to tell: then the engine is idle
+            self._left += [(request.request_id, mailbox) for request in requests]
+            # A garbage collection amid a step may close a forgotten stream: that step's turn clears up.
+            if self._holder != threading.get_ident():
+                with self._turn():
+                    pass
+
+    @contextlib.contextmanager
+    def _turn(self) -> Generator[None]:
+        """Hold the engine. Ctrl-C waits for the turn to end: amid a step it would tear pages and queues."""
+        with _interrupts_held_back(), self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+                self._clear_up()
+            finally:
+                self._holder = None
+
+    def _clear_up(self) -> None:
+        """Cancel what is unfinished of the requests that were left."""
+        cancelled = False
+        while self._left:
+            request_id, mailbox = self._left.pop()
+            # Else not ours: it was never added, or its id has been free and is another call's by now.
+            if self._mailboxes.get(request_id) is mailbox:
+                del self._mailboxes[request_id]
+                cancelled |= self.engine.cancel(request_id)
+        if cancelled and not self.engine.scheduler.has_unfinished:
+            self._step()  # only the ends of the cancelled are left to tell: then the engine is idle
 
     def _news(self, mailbox: list[TokenEvent]) -> list[TokenEvent]:
         """What has come into a mailbox; runs a step when it is empty."""
-        with self._lock:
+        with self._turn():
             if not mailbox:
                 if not self.engine.has_work:
                     raise EngineDeadError("the engine ended without an answer to this request")
@@ -297,7 +342,30 @@ class LLM:
                 mailbox.append(event)
 
 
-class _Answer:
+@contextlib.contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """On the main thread, deliver a Ctrl-C after the block instead of amid it; a second one at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        caught.append((number, frame))
+        if len(caught) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(caught) == 1:
+            handler(*caught[0])
+
+
+class _Continuation:
     """One continuation, put together from its events."""
 
     def __init__(self, index: int):
@@ -333,7 +401,7 @@ class _Answer:
         )
 
 
-def _request_output(request: Request, answers: list[_Answer]) -> RequestOutput:
+def _request_output(request: Request, answers: list[_Continuation]) -> RequestOutput:
     metrics = [a.last.metrics for a in answers if a.last is not None and a.last.metrics is not None]
     return RequestOutput(
         request_id=request.request_id,
@@ -359,10 +427,19 @@ def _joined(metrics: list[RequestMetrics]) -> RequestMetrics:
 
 def _as_batch(prompts: Any) -> list[Any]:
     """One prompt or several? A list with an integer in it is one prompt, of token ids."""
-    if isinstance(prompts, (str, bytes, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__"):
         return [prompts]
     items = list(prompts)
-    return [items] if any(hasattr(item, "__index__") for item in items) else items
+    return [items] if any(_is_integer(item) for item in items) else items
+
+
+def _is_integer(value: Any) -> bool:
+    """True for an integer of any type. An array has `__index__` too, whatever its shape."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not getattr(value, "shape", ())
 
 
 def _one_each(params: Any, count: int, what: str) -> list[SamplingParams | None]:
@@ -375,9 +452,7 @@ def _one_each(params: Any, count: int, what: str) -> list[SamplingParams | None]
 
 def _as_int(value: Any) -> Any:
     """A token id of any integer type (numpy's too) as int; what is none is passed on to `validate`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return value
-    return operator.index(value)
+    return value if isinstance(value, bool) or not _is_integer(value) else operator.index(value)
 
 
 def _check_text(text: Any, param: str) -> None:

@@ -21,6 +21,8 @@ GARBAGE = (-1, -1)
 class DeviceError(RuntimeError):
     """What a step raises when it was told to fail."""
 
+    kv_lost = True
+
 
 class FakeRunner:
     """Implements `core.Runner`; also refuses (AssertionError) any plan that breaks the contract.
@@ -28,7 +30,8 @@ class FakeRunner:
     scripts: prompt -> the tokens that follow it, whatever the seed (the last one repeats).
     fail_steps: numbers of the calls of dispatch (from 0) that raise.
     fail_tokens, nan_tokens: a step raises, or a row yields NaN, when a sequence holds one of these tokens.
-    fail_in: which of "dispatch" and "fetch" raises. A step that raised has lost the content of every page.
+    fail_in: "dispatch" or "fetch" raises, and the content of every page is lost; or "host" does, before
+    anything was written (`kv_lost` False).
     """
 
     def __init__(
@@ -55,8 +58,14 @@ class FakeRunner:
         number, self.dispatches = self.dispatches, self.dispatches + 1
         self.plans.append(plan)
         check_plan(plan, self.limits)
+        before = [list(cells) for cells in self.cells]
         histories = [self._run(piece) for piece in plan.slices]
         if number in self.fail_steps or any(t in self.fail_tokens for h in histories for t in h):
+            if self.fail_in == "host":
+                self.cells = before
+                error = DeviceError(f"step {number} failed")
+                error.kv_lost = False
+                raise error
             self.poison(range(self.limits.num_pages))
             if self.fail_in == "dispatch":
                 raise DeviceError(f"step {number} failed")
@@ -147,8 +156,6 @@ def check_plan(plan: StepPlan, limits: Limits) -> None:
     """Raise AssertionError where a plan breaks what core.StepPlan and core.Limits promise a runner."""
     assert 1 <= len(plan.slices) <= limits.max_num_seqs, plan
     assert plan.num_tokens <= limits.max_num_batched_tokens, plan
-    tiles = sum(-(-piece.count // limits.chunk_tile) for piece in plan.slices if piece.count > 1)
-    assert tiles <= limits.max_tiles, (plan, tiles)
     kinds = [piece.count > 1 for piece in plan.slices]
     assert kinds == sorted(kinds), f"slices of one token come first: {kinds}"
     assert len({piece.uid for piece in plan.slices}) == len(plan.slices), plan

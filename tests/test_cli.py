@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfer import cli, progress
-from jaxinfer.core import Limits, SamplingParams
+from jaxinfer.core import Limits, RequestError, SamplingParams
 from jaxinfer.llm import LLM
 
 ROOT = Path(__file__).parent.parent
@@ -196,7 +196,11 @@ def test_sampling_flags_are_the_sampling_params():
     flags, params = (
         {f.name: f.default for f in fields(kind)} for kind in (cli.SamplingFlags, SamplingParams)
     )
-    assert flags == params
+    refused = set(params) - set(flags)
+    assert flags == {name: value for name, value in params.items() if name not in refused}
+    for name in refused:  # what is not served has no flag
+        with pytest.raises(RequestError, match=f"{name} is not supported"):
+            SamplingParams(**{name: 2})
 
 
 # ---------------------------------------------------------------------------------------------- chat
@@ -372,6 +376,27 @@ def test_short_phases_are_silent_and_long_ones_sparse(monkeypatch: pytest.Monkey
         assert work(60) == []
     monkeypatch.setenv("JAXINFER_PROGRESS", "0")
     assert work(60) == []
+
+
+@pytest.mark.parametrize("arguments", [["generate", "m", "hi"], ["chat", "m"]])
+def test_programs_compiled_before_the_text_are_shown_and_later_ones_are_not(
+    run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+):
+    from fake_runner import FakeRunner
+
+    real = FakeRunner.dispatch
+
+    def compiling(self, plan):
+        with progress.phase("compiling"):
+            return real(self, plan)
+
+    monkeypatch.delenv("JAXINFER_PROGRESS", raising=False)
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(FakeRunner, "dispatch", compiling)
+    status, out, err = run(*arguments, stdin="hi\n")
+    assert (status, out) == (0, HELLO + "\n")
+    assert err.count("compiling: done") == err.count("\n") == 1
+    assert progress._silenced == 0
 
 
 def test_a_failed_phase_says_so(monkeypatch: pytest.MonkeyPatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 import threading
 from typing import Any
@@ -12,7 +13,15 @@ import pytest
 from fake_runner import FakeRunner, expected
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.core import ConfigError, EngineDeadError, Limits, Request, RequestError, SamplingParams
+from jaxinfer.core import (
+    ConfigError,
+    EngineDeadError,
+    Limits,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenEvent,
+)
 from jaxinfer.llm import LLM
 from jaxinfer.text import ByteTokenizer, ChatTemplate
 
@@ -67,6 +76,27 @@ def test_one_prompt_of_any_kind(prompt: Any) -> None:
     (output,) = make(("ab", "yes")).generate(prompt)
     assert output.outputs[0].text == "yes"
     assert output.prompt_token_ids == (97, 98)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [np.array([97, 98]), np.array([97, 98, 99])],
+        [np.array([97]), [97, 98]],
+        np.array([[97, 98], [98, 97]]),
+        np.array([[97, 98]], np.uint16),
+    ],
+)
+def test_several_prompts_of_arrays(prompts: Any) -> None:
+    outputs = make().generate(prompts, seeded())
+    assert [o.prompt_token_ids for o in outputs] == [tuple(int(i) for i in row) for row in prompts]
+
+
+@pytest.mark.parametrize("wrong", [[np.array([[97]])], [np.array([1.5])], 5, np.zeros((2, 2, 2), int)])
+def test_arrays_that_are_no_prompts(wrong: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        make().generate(wrong)
+    assert caught.value.param == "prompt"
 
 
 def test_no_prompts_are_no_answers() -> None:
@@ -249,6 +279,30 @@ def test_closing_one_of_two_streams_leaves_the_other() -> None:
     assert said + "".join(e.text for e in first) == "aaaa"
 
 
+def test_a_request_streamed_twice_at_once_is_refused_and_the_first_goes_on() -> None:
+    llm = make(("a", "aaaa"))
+    request = llm.prepare("a")
+    first = llm.stream(request)
+    said = next(first).text
+    with pytest.raises(RequestError, match="in use"):
+        next(llm.stream(request))
+    assert said + "".join(e.text for e in first) == "aaaa"
+    assert llm.stats()["finished"]["abort"] == 0
+    assert "".join(e.text for e in llm.stream(request)) == "aaaa", "its id is free again"
+
+
+def test_closing_a_stream_that_ended_leaves_the_next_of_the_same_request() -> None:
+    llm = make(("a", "aaaa"))
+    request = llm.prepare("a")
+    first = llm.stream(request)
+    while next(first).finish_reason is None:
+        pass
+    second = llm.stream(request)
+    said = next(second).text
+    first.close()
+    assert said + "".join(e.text for e in second) == "aaaa"
+
+
 def test_threads_may_share_one() -> None:
     llm = make(*((f"{i}:", f"answer {i}") for i in range(8)))
     answers: dict[int, str] = {}
@@ -286,6 +340,16 @@ def test_template_options() -> None:
     with pytest.raises(RequestError) as caught:
         text(add_generation_prompt=True, continue_final_message=True)
     assert caught.value.param == "continue_final_message"
+
+
+def test_encode_chat_is_what_prepare_chat_runs_however_long() -> None:
+    llm = make()
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tuple(llm.encode_chat(messages)) == llm.prepare_chat(messages).prompt_token_ids
+    long = [{"role": "user", "content": "x" * 500}]
+    assert len(llm.encode_chat(long)) == len("[user]/[assistant]") + 500
+    with pytest.raises(RequestError, match="max_model_len"):
+        llm.prepare_chat(long)
 
 
 @pytest.mark.parametrize(
@@ -376,3 +440,40 @@ def test_a_model_is_loaded_through_the_runtime(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [("tiny", EngineConfig(max_num_seqs=2), False)]
     assert llm.model_name == "tiny"
     assert len(llm.generate("a", seeded())[0].outputs[0].token_ids) == 6
+
+
+def test_a_forgotten_stream_closed_amid_a_step_does_not_hang() -> None:
+    """A garbage collection may close a stream while this thread is inside a step and holds the lock."""
+    llm = make(("a", "yes"), ("b", "no"))
+    forgotten = [llm.stream("a")]
+    next(forgotten[0])
+    step = llm.engine.step
+
+    def collecting_step() -> list[TokenEvent]:
+        forgotten.clear()  # the last reference: the generator is closed here
+        return step()
+
+    llm.engine.step = collecting_step  # type: ignore[method-assign]
+    assert llm.generate("b")[0].outputs[0].text == "no"
+    assert not llm.engine.has_work
+    assert llm.stats()["pages_live"] == 0
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step_and_leaves_the_engine_whole() -> None:
+    llm = make(("a", "yes"))
+    schedule = llm.engine.scheduler.schedule
+    interrupted: list[bool] = []
+
+    def interrupted_schedule() -> Any:
+        plan = schedule()
+        if not interrupted:
+            interrupted.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return plan
+
+    llm.engine.scheduler.schedule = interrupted_schedule  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a")
+    assert llm.generate("a")[0].outputs[0].text == "yes"
+    assert llm.stats()["pages_live"] == 0
+    assert not llm.engine.check()

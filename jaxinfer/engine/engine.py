@@ -135,13 +135,24 @@ class Engine:
             outcomes, done = self._run(plan, began)
             for outcome in outcomes:
                 events.append(self._tell(outcome))
-        except BaseException:
+            self._check_when_idle()
+            self._counters.engine_s += self.clock() - done
+        except BaseException as error:
             # Ctrl-C reached us amid the step, or a fault of ours. Whoever catches it may use the engine on.
             self.scheduler.abandon(plan)
+            self._unsaid = events
+            self._end_untold(error)
             raise
-        self._check_when_idle()
-        self._counters.engine_s += self.clock() - done
         return events
+
+    def _end_untold(self, error: BaseException) -> None:
+        """A step broke off: end ("error") whoever has a token, or an end, that was recorded and not told."""
+        for output in tuple(self._outputs.values()):
+            sequence = output.sequence
+            if sequence.finish_reason is not None or sequence.num_output != output.num_told:
+                message = f"the engine failed to tell what it had generated ({type(error).__name__})"
+                self.scheduler.finish(sequence.uid, "error", message)  # nothing, for one that has ended
+                self._unsaid.append(self._end(output, "", None, "error", message))
 
     def _run(self, plan: StepPlan, began: float) -> tuple[list[Outcome], float]:
         """Run a plan on the device and record it; returns the outcomes and when the device was done."""
@@ -153,12 +164,14 @@ class Engine:
             result = self.runner.fetch(pending)
         except Exception as error:
             done = self.clock()
-            logger.exception("%r failed; what runs is recomputed", plan)
+            logger.exception("%r failed", plan)
             counters.failed_steps += 1
+            counters.failed_in_a_row += 1
             outcomes = self.scheduler.fail(plan, error)
         else:
             done = self.clock()
             outcomes = self.scheduler.commit(plan, result)
+            counters.failed_in_a_row = 0
             counters.computed_tokens += plan.num_tokens
         counters.steps += 1
         counters.engine_s += planned - began
@@ -178,7 +191,7 @@ class Engine:
             text = output.push(sampled, ended_by_id, outcome.stop_reason)
         except Exception as error:
             logger.exception("detokenising %r failed", sequence)
-            message = f"detokenising token {sampled.token_id} failed: {type(error).__name__}: {error}"
+            message = f"detokenising token {sampled.token_id} failed ({type(error).__name__})"
             self.scheduler.finish(sequence.uid, "error", message)
             return self._end(output, "", sampled, "error", message)
         if output.stopped and sequence.finish_reason is None:
@@ -203,28 +216,35 @@ class Engine:
             text += output.finish()
         except Exception as failure:  # the text room failed: what was shown so far stands
             logger.exception("detokenising the end of %r failed", sequence)
-            error = error or f"detokenising failed: {type(failure).__name__}: {failure}"
+            error = error or f"detokenising failed ({type(failure).__name__})"
             reason = "error"
         if reason == "length" and output.stopped:
             reason = "stop"  # a match that only the end of the text decided
         metrics = sequence_metrics(sequence, self.clock())
+        event = output.event(text, sampled, reason, error, metrics)  # whatever it raises, nobody is forgotten
         self._counters.ended(reason, metrics)
         del self._outputs[sequence.uid]
         request_id = sequence.request.request_id
         self._uids_of[request_id].discard(sequence.uid)
         if not self._uids_of[request_id]:
             del self._uids_of[request_id]
-        return output.event(text, sampled, reason, error, metrics)
+        return event
 
     # ------------------------------------------------------------------------------------- health
+
+    @property
+    def failed_in_a_row(self) -> int:
+        """Failed steps since the last good one. Any thread may look."""
+        return self._counters.failed_in_a_row
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counts since the start, with what the runner adds. Times are seconds.
 
         `pages_*` count pages of the pool (page 0, which nobody owns, is in none); `running` and `waiting`
         count sequences, `requests` requests, `finished` sequences by reason. `prompt_tokens` counts each
-        prompt once, `computed_tokens` what the device ran, recomputation included. `host_share` is the
-        Python part of all steps: (engine_s + dispatch_s) / (engine_s + dispatch_s + wait_s).
+        prompt once, `computed_tokens` what the device ran, recomputation included. `failed_in_a_row` counts
+        the failed steps since the last good one. `host_share` is the Python part of all steps:
+        (engine_s + dispatch_s) / (engine_s + dispatch_s + wait_s).
         """
         scheduler = self.scheduler
         return {

@@ -1,4 +1,4 @@
-"""Counts and small statistics of an engine since it started. Everything only ever grows."""
+"""Counts and small statistics of an engine since it started. All but `failed_in_a_row` only ever grow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Counters:
     """What `Engine.stats` reports besides the gauges.
 
     `engine_s` is Python of the engine (deciding, recording, detokenising), `dispatch_s` Python of the
-    runner up to the start of the step, `wait_s` the wait for what the step sampled.
+    runner up to the start of the step, `wait_s` the wait for what the step sampled. `failed_in_a_row` counts
+    the failed steps since the last good one.
     """
 
     requests: int = 0
@@ -58,6 +59,7 @@ class Counters:
     computed_tokens: int = 0
     steps: int = 0
     failed_steps: int = 0
+    failed_in_a_row: int = 0
     invariant_failures: int = 0
     engine_s: float = 0.0
     dispatch_s: float = 0.0
@@ -86,6 +88,7 @@ class Counters:
             "computed_tokens": self.computed_tokens,
             "steps": self.steps,
             "failed_steps": self.failed_steps,
+            "failed_in_a_row": self.failed_in_a_row,
             "invariant_failures": self.invariant_failures,
             "engine_s": self.engine_s,
             "dispatch_s": self.dispatch_s,

@@ -47,12 +47,13 @@ class Tokenizer(Protocol):
 class SequenceOutput:
     """The output side of one sequence; makes its events. Without a tokenizer all text is empty."""
 
-    __slots__ = ("_stream", "_tokenizer", "sequence", "stop_reason")
+    __slots__ = ("_stream", "_tokenizer", "num_told", "sequence", "stop_reason")
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None):
         sampling = sequence.request.sampling
         self.sequence = sequence
         self.stop_reason: str | int | None = None
+        self.num_told = 0  # tokens that are in an event
         self._tokenizer = tokenizer
         self._stream = None
         if tokenizer is not None:
@@ -121,7 +122,7 @@ class SequenceOutput:
         metrics: RequestMetrics | None = None,
     ) -> TokenEvent:
         request = self.sequence.request
-        return TokenEvent(
+        event = TokenEvent(
             request_id=request.request_id,
             index=self.sequence.index,
             text=text,
@@ -132,3 +133,5 @@ class SequenceOutput:
             error=error,
             metrics=metrics,
         )
+        self.num_told += len(event.token_ids)
+        return event

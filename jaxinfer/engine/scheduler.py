@@ -61,7 +61,7 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "chunk_tile", "max_tiles"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             if getattr(limits, name) < 1:
                 raise ConfigError(f"limits: {name} must be at least 1, got {getattr(limits, name)}")
         self.limits = limits
@@ -104,10 +104,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when nothing waits or runs.
 
-        Budget and tiles go to sequences with one pending token first, then to the chunks of sequences
-        already running, then to admissions from the waiting queue, each oldest first. The oldest sequence
-        of all moves in every step: decodes cannot use up its budget, because each of them was admitted
-        with a token to spare beside it.
+        The budget goes to sequences with one pending token first, then to the chunks of sequences already
+        running, then to admissions from the waiting queue, each oldest first. The oldest sequence of all
+        moves in every step: decodes cannot use up its budget, because each of them was admitted with a token
+        to spare beside it.
         """
         # A slice carries its tokens, and the token of a step in flight is not known yet.
         assert not self._in_flight, f"steps {list(self._in_flight)} are neither committed nor failed"
@@ -130,7 +130,7 @@ class Scheduler:
         return StepPlan(step, tuple(slices), tuple(draft.preempted))
 
     def _plan(self, draft: _Draft, sequence: Sequence) -> bool:
-        """Give `sequence` a slice as far as budget, tiles and pages reach; False when it gets none.
+        """Give `sequence` a slice as far as budget and pages reach; False when it gets none.
 
         When no page is free the youngest running sequence is preempted, if it is younger than this one.
         If not, this one waits with the pages it has: an older one takes them when it needs them.
@@ -262,20 +262,27 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
         """A step raised, and the content of every page is lost: all that runs is recomputed.
 
+        Not so when the error has an attribute `kv_lost` that is False: the device was not reached, and
+        everyone keeps pages and `computed`.
+
         A plan of one sequence names the culprit, which ends with "error". Otherwise each sequence of the
         plan is suspect: it runs in a step of its own until it is past the place where the plan failed, so
         that only what fails alone is given up and the others go on.
         """
+        kv_lost = getattr(error, "kv_lost", True)
         current = self._current(plan)
         self._retire(plan)
-        self.abandon(plan)
+        if kv_lost:
+            self.abandon(plan)
         if len(plan.slices) > 1:
             for piece in plan.slices:
                 if piece.uid in current:
                     self._suspects[piece.uid] = piece.start + piece.count
             return []
+        # The client hears no more than this: a device's own message is kilobytes, with paths of this machine.
+        where = "on the device" if kv_lost else "before it reached the device"
         for sequence in current.values():
-            self._end(sequence, "error", f"the step failed: {type(error).__name__}: {error}")
+            self._end(sequence, "error", f"the step failed {where} ({type(error).__name__})")
         return [Outcome(sequence) for sequence in current.values()]
 
     def abandon(self, plan: StepPlan) -> None:
@@ -293,14 +300,15 @@ class Scheduler:
 
         While it cannot, whoever runs already goes on; they are older, and end or need its pages some day.
         """
-        if not (self.running and self.running[-1].uid in self._suspects):
+        suspect = next((s for s in self.running if s.uid in self._suspects), None)
+        if suspect is None:
             if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
                 return False
-            first = next(iter(self.waiting.values()))
-            if first.uid not in self._suspects or not self._fits(first):
+            suspect = next(iter(self.waiting.values()))
+            if suspect.uid not in self._suspects or not self._fits(suspect):
                 return False
-            self._start(first)
-        return self._plan_anyhow(draft, self.running[-1])
+            self._start(suspect)
+        return self._plan_anyhow(draft, suspect)
 
     # -------------------------------------------------------------------------------- common parts
 
@@ -375,30 +383,25 @@ class Scheduler:
 class _Draft:
     """The step being decided: what each chosen sequence runs, and what is left to share out."""
 
-    __slots__ = ("budget", "counts", "preempted", "tile", "tiles")
+    __slots__ = ("budget", "counts", "preempted")
 
     def __init__(self, limits: Limits):
         self.budget = limits.max_num_batched_tokens
-        self.tile = limits.chunk_tile
-        self.tiles = limits.max_tiles
         self.counts: dict[int, tuple[Sequence, int]] = {}
         self.preempted: list[int] = []
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens of `sequence` for which budget and tiles are left. A slice of one token uses no tile."""
-        most = min(sequence.pending, self.budget)
-        return most if most <= 1 else min(most, self.tiles * self.tile)
+        """Tokens of `sequence` for which budget is left."""
+        return min(sequence.pending, self.budget)
 
     def take(self, sequence: Sequence, count: int) -> None:
         self.budget -= count
-        self.tiles -= self._tiles(count)
         self.counts[sequence.uid] = (sequence, count)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence's slice, if it has one; what it would have used is left again."""
+        """Forget a sequence's slice, if it has one; what it would have used is left again.
+
+        It has one when it decodes beside an older one's chunks: a suspect ran alone while that one waited.
+        """
         _, count = self.counts.pop(sequence.uid, (sequence, 0))
         self.budget += count
-        self.tiles += self._tiles(count)
-
-    def _tiles(self, count: int) -> int:
-        return -(-count // self.tile) if count > 1 else 0

@@ -6,7 +6,7 @@ its continuations.
 
 from __future__ import annotations
 
-from jaxinfer.core import Limits, Request, RequestError, SamplingParams
+from jaxinfer.core import MAX_HELD_BACK, Limits, Request, RequestError, SamplingParams
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -76,7 +76,13 @@ def _check_stops(sampling: SamplingParams, limits: Limits, has_tokenizer: bool) 
         raise RequestError(
             "stop strings need a tokenizer, and this model has none; use stop_token_ids instead", "stop"
         )
-    if sampling.min_tokens and len(held_back_ids(sampling, limits.eos_token_ids)) >= vocab:
+    held = len(held_back_ids(sampling, limits.eos_token_ids)) if sampling.min_tokens else 0
+    if held > MAX_HELD_BACK:
+        raise RequestError(
+            f"min_tokens would hold back {held} ids (EOS and stop_token_ids); at most {MAX_HELD_BACK} can be",
+            "stop_token_ids",
+        )
+    if held >= vocab:
         raise RequestError(
             f"min_tokens {sampling.min_tokens}: every one of the {vocab} tokens would be held back",
             "min_tokens",

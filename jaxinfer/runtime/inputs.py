@@ -147,7 +147,7 @@ def _fill_row(
         return
     sampling = piece.sampling
     view["temperature"][row] = 0.0 if sampling.greedy else sampling.temperature
-    view["top_k"][row] = max(sampling.top_k, 0)
+    view["top_k"][row] = min(max(sampling.top_k, 0), vocab_size)
     view["top_p"][row] = sampling.top_p
     view["min_p"][row] = sampling.min_p
     view["top_logprobs"][row] = sampling.logprobs or 0

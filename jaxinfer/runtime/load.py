@@ -144,9 +144,14 @@ def _num_pages(
     config: EngineConfig, model: ModelConfig, max_model_len: int, kv_dtype: jnp.dtype, platform: str
 ) -> int:
     """M: as stated, else what the limits can use, within the memory that may be taken."""
-    if config.num_pages is not None:
-        return config.num_pages
     page_bytes = model.kv_bytes_per_token(kv_dtype.itemsize) * config.page_size
+    if config.num_pages is not None:
+        if config.num_pages * page_bytes > _free_bytes(platform):
+            raise ConfigError(
+                f"num_pages {config.num_pages} of {page_bytes / 1e6:.2f} MB take "
+                f"{config.num_pages * page_bytes / 1e9:.1f} GB; {_free_bytes(platform) / 1e9:.1f} GB are free"
+            )
+        return config.num_pages
     per_sequence = -(-max_model_len // config.page_size)
     free = int(_free_bytes(platform) * config.memory_utilization)
     if platform == "cpu":
@@ -161,10 +166,12 @@ def _num_pages(
 
 def _free_bytes(platform: str) -> int:
     if platform == "cpu":
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):
-            raise ConfigError("this system does not tell its free memory: state num_pages") from None
+        try:  # what could be had, the page cache included; MemFree alone can be next to nothing
+            with open("/proc/meminfo") as meminfo:
+                fields = dict(line.split(":", 1) for line in meminfo)
+            return int(fields["MemAvailable"].split()[0]) * 1024
+        except (OSError, KeyError):  # no Linux: assume that half of the memory is free
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError(f"{platform} does not tell its free memory: state num_pages")

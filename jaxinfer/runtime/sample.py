@@ -89,7 +89,8 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """Gumbel-max over the filtered logits; int32 [B]. A row's noise depends on its seed and position alone,
     so neither the batch nor the path that led here (chunks, preemption, restart) changes it."""
     temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)
-    scaled = logits / temperature[:, None]
+    # Under a huge temperature the reciprocal is flushed to 0, and -inf * 0 would make a held-back id NaN.
+    scaled = jnp.where(jnp.isneginf(logits), -jnp.inf, logits / temperature[:, None])
     filtering = jnp.any((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
     scaled = lax.cond(filtering, lambda: _filter(scaled, inputs), lambda: scaled)
 
@@ -104,7 +105,8 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
 def _filter(scaled: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """top_k, then top_p, then min_p, each over what the one before left; -inf where a token is cut.
 
-    A cut is at a value, so tokens that tie with the last one kept stay in.
+    A cut is at a value, so tokens that tie with the last one kept stay in. The most likely one always stays,
+    also where top_p times the mass is too small a number for float32.
     """
     vocab_size = scaled.shape[1]
     keys = _ordered(scaled)
@@ -116,6 +118,7 @@ def _filter(scaled: jax.Array, inputs: SamplingInputs) -> jax.Array:
     kept &= (inputs.top_p >= 1)[:, None] | (keys >= _cut(keys, weights, wanted))
     # The most likely token has weight 1, so min_p is a bound on the weights themselves.
     kept &= weights >= inputs.min_p[:, None]
+    kept |= keys == jnp.max(keys, axis=-1, keepdims=True)
     return jnp.where(kept, scaled, -jnp.inf)
 
 

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxinfer.core import JaxInferError, Request, RequestError, SamplingParams
+from jaxinfer.core import JaxInferError, Request, RequestError
 from jaxinfer.server import wire
 from jaxinfer.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from jaxinfer.server.transport import (
@@ -66,23 +66,23 @@ def create_app(
 
     app = FastAPI(title="jaxinfer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.worker = worker
-    doors = _Doors(llm, worker, served_model_name or llm.model_name, max_body_bytes)
+    handlers = _Handlers(llm, worker, served_model_name or llm.model_name, max_body_bytes)
     keyed = APIRouter(dependencies=[Depends(key_check(api_key))] if api_key else [])
-    keyed.add_api_route("/v1/completions", doors.completions, methods=["POST"])
-    keyed.add_api_route("/v1/chat/completions", doors.chat_completions, methods=["POST"])
-    keyed.add_api_route("/v1/models", doors.models, methods=["GET"])
-    keyed.add_api_route("/v1/models/{name:path}", doors.model, methods=["GET"])
-    keyed.add_api_route("/tokenize", doors.tokenize, methods=["POST"])
-    keyed.add_api_route("/detokenize", doors.detokenize, methods=["POST"])
+    keyed.add_api_route("/v1/completions", handlers.completions, methods=["POST"])
+    keyed.add_api_route("/v1/chat/completions", handlers.chat_completions, methods=["POST"])
+    keyed.add_api_route("/v1/models", handlers.models, methods=["GET"])
+    keyed.add_api_route("/v1/models/{name:path}", handlers.model, methods=["GET"])
+    keyed.add_api_route("/tokenize", handlers.tokenize, methods=["POST"])
+    keyed.add_api_route("/detokenize", handlers.detokenize, methods=["POST"])
     app.include_router(keyed)
-    app.add_api_route("/health", doors.health, methods=["GET"])
+    app.add_api_route("/health", handlers.health, methods=["GET"])
     for kind in (ApiError, JaxInferError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(RequestIds)
     return app
 
 
-class _Doors:
+class _Handlers:
     """The handlers of one application."""
 
     def __init__(self, llm: LLM, worker: EngineWorker, model: str, max_body_bytes: int):
@@ -176,13 +176,16 @@ class _Doors:
         return self.llm.tokenizer
 
     def _token_ids(self, body: TokenizeBody) -> Sequence[int]:
-        """What a generating endpoint would run of this prompt."""
+        """What a generating endpoint would run of this prompt, were it short enough."""
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", "prompt")
         if body.prompt is not None:
+            for name in ("add_generation_prompt", "continue_final_message"):
+                if getattr(body, name) is not None:
+                    raise RequestError(f"{name} belongs to messages; leave it out beside prompt", name)
             return self._tokenizer().encode(body.prompt)
         messages, options = body.template_input(body.messages)
-        return self.llm.prepare_chat(messages, SamplingParams(max_tokens=1), **options).prompt_token_ids
+        return self.llm.encode_chat(messages, **options)
 
     async def _answer(
         self,

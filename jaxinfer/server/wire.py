@@ -18,9 +18,6 @@ from typing import Any, Literal
 from jaxinfer.core import EngineDeadError, JaxInferError, Logprob, Request, RequestError, TokenEvent
 from jaxinfer.server.worker import OverloadedError
 
-LOGPROB_FLOOR = -9999.0
-"""Stands for minus infinity, which JSON cannot say (vLLM's convention)."""
-
 TokenBytes = Callable[[int, str], bytes]
 """The exact bytes of a token, from its id and its text: part of a character has no text of its own."""
 
@@ -235,9 +232,7 @@ class CompletionAnswer(Answer):
             offsets.append(choice.offset_of(data))
         return {
             "tokens": tokens,
-            "token_logprobs": [
-                _finite(known[i].logprob) for i, known in zip(token_ids, logprobs, strict=True)
-            ],
+            "token_logprobs": [known[i].logprob for i, known in zip(token_ids, logprobs, strict=True)],
             "top_logprobs": [self._top(known) for known in logprobs],
             "text_offset": offsets,
         }
@@ -248,7 +243,7 @@ class CompletionAnswer(Answer):
         top: dict[str, float] = {}
         for token_id, entry in sorted(known.items(), key=lambda item: item[1].rank):
             name = _token_name(entry.text, self.token_bytes(token_id, entry.text))
-            top[name if name not in top else f"token_id:{token_id}"] = _finite(entry.logprob)
+            top[name if name not in top else f"token_id:{token_id}"] = entry.logprob
         return top
 
 
@@ -294,11 +289,7 @@ class ChatAnswer(Answer):
 
     def _entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
         data = self.token_bytes(token_id, entry.text)
-        return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(data)}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOGPROB_FLOOR)
+        return {"token": entry.text, "logprob": entry.logprob, "bytes": list(data)}
 
 
 def _token_name(text: str, data: bytes) -> str:

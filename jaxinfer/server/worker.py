@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 COALESCE_AT = 32
 """Unread events of one sequence that are merged into one."""
 
+FAILING_AT = 3
+"""Failed steps in a row from which on the engine is not healthy. Two are what one bad request costs."""
+
 
 class OverloadedError(JaxInferError):
     """As many sequences run and wait as the server admits; try again after `retry_after_s`."""
@@ -44,6 +47,9 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def failed_in_a_row(self) -> int: ...
 
     def add(self, request: Request) -> Any: ...
 
@@ -245,15 +251,22 @@ class EngineWorker:
             self._thread.join(timeout_s)
 
     def health(self) -> dict[str, Any]:
-        """What is true of the thread now. `step_s` is how long the step in progress has taken."""
+        """What is true of the thread now. `step_s` is how long the step in progress has taken.
+
+        `status` is "ok", "failing" (the last FAILING_AT steps failed; the next good one ends it), "stopping"
+        or "dead".
+        """
+        failed = self._engine.failed_in_a_row
         with self._wakeup:
             began = self._step_began
             alive = self._thread.is_alive() and self.death is None
+            status = "ok" if failed < FAILING_AT else "failing"
             return {
-                "status": "ok" if alive and not self._stopping else "stopping" if alive else "dead",
+                "status": "dead" if not alive else "stopping" if self._stopping else status,
                 "sequences": sum(self._open.values()),
                 "capacity": self.capacity,
                 "step_s": None if began is None else round(time.monotonic() - began, 3),
+                "failed_in_a_row": failed,
                 "error": self.death,
             }
 

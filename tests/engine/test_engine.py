@@ -1,9 +1,8 @@
-"""What the engine tells: events, text, ends, logprobs, numbers; and what it survives."""
+"""What the engine tells: events, text, ends, logprobs, numbers."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 from dataclasses import asdict
 from typing import Any
@@ -312,92 +311,6 @@ def test_ids_in_use_are_refused_and_free_again_after_the_end() -> None:
     drain(target)
     target.add(request("r", prompt=(0,)))
     assert drain(target)[-1].finish_reason == "stop"
-
-
-# -------------------------------------------------------------------------------------------------- faults
-
-
-@pytest.mark.parametrize("fail_in", ["dispatch", "fetch"])
-def test_a_failed_step_fails_its_culprit_and_the_engine_goes_on(fail_in: str) -> None:
-    """B102, B150: also after the failure everything runs as if nothing had been."""
-    target = engine(text=False, fail_tokens={255}, fail_in=fail_in)
-    good, late = request("good", ignore_eos=True), request("late", prompt=(9, 9), ignore_eos=True)
-    target.add(good)
-    target.add(request("bad", prompt=(5, 255, 5)))
-    events = drain(target)
-    target.add(late)
-    events += drain(target)
-    (bad,) = [e for e in events if e.request_id == "bad"]
-    assert (bad.finish_reason, bad.token_ids) == ("error", ())
-    assert "DeviceError" in (bad.error or "")
-    for asked in (good, late):
-        tokens = [t for e in events if e.request_id == asked.request_id for t in e.token_ids]
-        assert tuple(tokens) == expected(asked, LIMITS)[0]
-    stats = target.stats()
-    assert (stats["failed_steps"], stats["finished"]["error"]) == (2, 1)
-
-
-def test_a_row_of_nan_ends_alone() -> None:
-    """B159."""
-    target = engine(text=False, nan_tokens={255})
-    good = request("good", ignore_eos=True)
-    target.add(request("bad", prompt=(5, 255, 5)))
-    target.add(good)
-    events = drain(target)
-    (bad,) = [e for e in events if e.request_id == "bad"]
-    assert (bad.finish_reason, bad.token_ids) == ("error", ())
-    assert "finite" in (bad.error or "")
-    assert tuple(t for e in events if e is not bad for t in e.token_ids) == expected(good, LIMITS)[0]
-    assert target.stats()["failed_steps"] == 0
-
-
-@pytest.mark.parametrize("place", ["dispatch", "fetch", "commit"])
-def test_ctrl_c_amid_a_step_leaves_a_usable_engine(place: str) -> None:
-    target = engine(text=False)
-    asked = request(ignore_eos=True)
-    target.add(asked)
-    said = target.step()
-    owner = target.scheduler if place == "commit" else target.runner
-
-    def interrupted(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    setattr(owner, place, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        target.step()
-    delattr(owner, place)
-    assert target.check() == []
-    tokens = tuple(t for e in said + drain(target) for t in e.token_ids)
-    assert tokens == expected(asked, LIMITS)[0]
-
-
-def test_a_refused_request_changes_nothing() -> None:
-    """B094, B095, B040, B031: and the next one is served."""
-    target = engine(b"a", text=False)
-    for prompt in ((), (260,), (-1,), (2**63,), (True,), (1,) * 128):
-        with pytest.raises(RequestError):
-            target.add(request(prompt=prompt))
-    assert not target.has_work
-    target.add(request(prompt=(0,)))
-    assert drain(target)[-1].finish_reason == "stop"
-    assert target.stats()["requests"] == 1
-
-
-def test_a_broken_invariant_is_told_and_counted_and_kills_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """B008."""
-    target = engine(b"a", b"b", text=False)
-    leaked = target.scheduler.pool.allocate(1)
-    with caplog.at_level(logging.ERROR):
-        target.add(request(prompt=(0,)))
-        while target.has_work:
-            target.step()
-    assert "idle, but" in caplog.text
-    assert target.stats()["invariant_failures"] == 1
-    assert leaked is not None
-    target.scheduler.pool.free(leaked)
-    target.add(request(prompt=(1,)))
-    assert drain(target)[-1].finish_reason == "stop"
-    assert target.stats()["invariant_failures"] == 1
 
 
 # ------------------------------------------------------------------------------------------------- numbers

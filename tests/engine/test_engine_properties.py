@@ -93,13 +93,12 @@ limits = st.builds(
     max_num_batched_tokens=st.one_of(st.integers(1, 6), st.integers(7, 64)),
     max_model_len=st.integers(4, 48),
     vocab_size=st.just(VOCAB),
-    chunk_tile=st.sampled_from([1, 2, 3, 8, 64]),
-    max_tiles=st.sampled_from([1, 2, 3, 1 << 30]),
     eos_token_ids=st.sampled_from([frozenset(), EOS]),
 )
 
 
 HARMLESS = st.integers(0, 37)
+FAIL_IN = st.sampled_from(["dispatch", "fetch", "host"])
 
 
 @st.composite
@@ -149,9 +148,7 @@ def test_failing_steps_hurt_nobody_for_good(data: st.DataObject) -> None:
     """Steps that fail by chance: all that ran is recomputed; only who fails alone may end in error (B150)."""
     lim = data.draw(limits)
     failing = set(data.draw(st.lists(st.integers(0, 60), max_size=6)))
-    world = World(
-        lim, FakeRunner(lim, fail_steps=failing, fail_in=data.draw(st.sampled_from(["dispatch", "fetch"])))
-    )
+    world = World(lim, FakeRunner(lim, fail_steps=failing, fail_in=data.draw(FAIL_IN)))
     for number in range(data.draw(st.integers(1, 6))):
         world.add(data.draw(requests(f"r{number}")))
         for _ in range(data.draw(st.integers(0, 3))):
@@ -172,7 +169,7 @@ def test_failing_steps_hurt_nobody_for_good(data: st.DataObject) -> None:
 def test_only_the_culprit_fails(data: st.DataObject) -> None:
     """A token that breaks any step it is in, and one that gives NaN, end their own sequences (B150, B159)."""
     lim = data.draw(limits)
-    world = World(lim, FakeRunner(lim, fail_tokens={CULPRIT}, nan_tokens={NAN}))
+    world = World(lim, FakeRunner(lim, fail_tokens={CULPRIT}, nan_tokens={NAN}, fail_in=data.draw(FAIL_IN)))
     for number in range(data.draw(st.integers(1, 6))):
         world.add(data.draw(requests(f"r{number}", st.sampled_from([*range(38)] * 3 + [CULPRIT, NAN]))))
         for _ in range(data.draw(st.integers(0, 3))):
@@ -202,8 +199,6 @@ def test_a_crowd_in_a_small_pool(seed: int) -> None:
         max_num_batched_tokens=draw.choice([1, 8, 50]),
         max_model_len=64,
         vocab_size=VOCAB,
-        chunk_tile=draw.choice([1, 8]),
-        max_tiles=draw.choice([1, 4]),
         eos_token_ids=EOS,
     )
     world = World(lim, FakeRunner(lim))

@@ -114,26 +114,6 @@ def test_budget_of_one_serves_one_after_the_other() -> None:
     assert bench.steps(4) == [{"A": (0, 1)}, {"A": (1, 1)}, {"A": (2, 1)}, {"B": (0, 1)}]
 
 
-def test_chunks_share_the_tiles_and_single_tokens_use_none() -> None:
-    bench = Bench(limits(max_num_batched_tokens=64, chunk_tile=4, max_tiles=2))
-    bench.add(5)  # two tiles
-    bench.add(1)  # none
-    bench.add(3)  # one: none is left
-    bench.add(1)  # behind C
-    assert bench.step() == {"B": (0, 1), "A": (0, 5)}
-    assert bench.step() == {"A": (5, 1), "B": (1, 1), "D": (0, 1), "C": (0, 3)}
-
-
-def test_the_oldest_moves_though_younger_ones_decode_beside_it() -> None:
-    """The tiles cut A's chunks to one token, so that others are admitted beside it."""
-    bench = Bench(limits(max_num_batched_tokens=3, chunk_tile=1, max_tiles=1))
-    bench.add(9)
-    for _ in range(3):
-        bench.add(1)
-    steps = bench.steps(9)
-    assert all("A" in step and len(step) == 3 for step in steps)
-
-
 def test_at_most_max_num_seqs_run() -> None:
     bench = Bench(limits(max_num_seqs=2))
     for _ in range(4):
@@ -160,7 +140,7 @@ def test_a_slice_has_the_pages_of_its_tokens_and_no_more() -> None:
     assert (sequence.status, sequence.pages, bench.scheduler.pool.num_live) == (Status.FINISHED, [], 0)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "chunk_tile", "max_tiles"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "page_size"])
 def test_limits_that_allow_no_step_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Scheduler(limits(**{name: 0}))
@@ -214,19 +194,6 @@ def test_a_decode_without_a_page_waits_with_what_it_has() -> None:
     assert (b.status, len(b.pages), b.preemptions) == (Status.RUNNING, 3, 0)
     bench.step()
     assert (a.pages and len(a.pages), b.preemptions) == (5, 1)
-
-
-def test_a_preempted_one_that_is_in_the_plan_already_leaves_it() -> None:
-    """A's chunks are cut by the tiles, so B decodes beside it and takes the last page before A is planned."""
-    bench = Bench(limits(num_pages=14, page_size=1, chunk_tile=2, max_tiles=1))
-    bench.add(10, max_tokens=3)
-    bench.add(1, max_tokens=12)
-    assert bench.steps(4)[-1] == {"B": (3, 1), "A": (6, 2)}
-    assert bench.scheduler.pool.num_free == 1
-    plan = bench.plan()
-    assert [piece.uid for piece in plan.slices] == [0]
-    assert plan.preempted == (1,)
-    assert plan.num_tokens == 2
 
 
 def test_the_preempted_come_back_in_order_of_arrival() -> None:
@@ -375,7 +342,21 @@ def test_only_who_fails_alone_ends_in_error() -> None:
         names.append("".join(bench.step()))
     assert names == ["ABC", "A", "B", "A", "C", "C"], "A is recomputed once more after B failed alone"
     assert [s.finish_reason for s in bench.sequences] == ["length", "error", "length"]
-    assert "step 2 failed" in (culprit.error or "")
+    assert culprit.error == "the step failed on the device (DeviceError)"
+
+
+def test_a_failure_before_the_device_was_touched_loses_nothing() -> None:
+    """B's chunk fails on the host: A and C keep pages and `computed`, as B does; each runs alone once."""
+    bench = Bench(limits(), fail_tokens={49}, fail_in="host")
+    bench.add(3, max_tokens=9)
+    bench.step()
+    bench.add((1, 49), max_tokens=9)
+    bench.add(4, max_tokens=9)
+    assert bench.step() == {"A": (3, 1), "B": (0, 2), "C": (0, 4)}
+    assert bench.scheduler.pool.num_live == 3
+    assert bench.steps(4) == [{"A": (3, 1)}, {"B": (0, 2)}, {"C": (0, 4)}, {"A": (4, 1), "C": (4, 1)}]
+    assert [s.finish_reason for s in bench.sequences] == [None, "error", None]
+    assert bench.sequences[1].error == "the step failed before it reached the device (DeviceError)"
 
 
 def test_a_suspect_without_pages_lets_the_others_go_on() -> None:
@@ -386,6 +367,22 @@ def test_a_suspect_without_pages_lets_the_others_go_on() -> None:
     while bench.scheduler.has_unfinished:
         bench.step()
     assert [s.finish_reason for s in bench.sequences] == ["length"] * 3
+
+
+def test_a_preempted_one_that_is_in_the_plan_already_leaves_it() -> None:
+    """B fails alone, so A is recomputed; C, suspect, got its turn meanwhile and decodes beside A's chunks."""
+    bench = Bench(limits(num_pages=27, page_size=1, max_num_batched_tokens=3), fail_tokens={49})
+    bench.add(20, max_tokens=3)
+    bench.steps(7)
+    bench.add((49,), max_tokens=12)
+    c = bench.add(1, max_tokens=15)
+    while c.num_output < 8:
+        last = bench.step()
+    assert last == {"C": (7, 1), "A": (15, 2)}
+    assert bench.scheduler.pool.num_free == 1
+    plan = bench.plan()
+    assert [piece.uid for piece in plan.slices] == [0]
+    assert (plan.preempted, plan.num_tokens) == ((2,), 3)
 
 
 # ------------------------------------------------------------------------------------------- how it ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -92,9 +93,17 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 
 def test_min_tokens_must_leave_a_token_to_choose() -> None:
-    everything = list(range(100))
-    assert refusal((1,), min_tokens=1, stop_token_ids=everything).param == "min_tokens"
-    validate(request((1,), stop_token_ids=everything), ROOMY)
+    few, everything = dataclasses.replace(ROOMY, vocab_size=20), list(range(20))
+    assert refusal((1,), few, min_tokens=1, stop_token_ids=everything).param == "min_tokens"
+    validate(request((1,), stop_token_ids=everything), few)
+
+
+def test_min_tokens_can_hold_back_so_many_ids_and_no_more() -> None:
+    error = refusal((1,), min_tokens=1, stop_token_ids=list(range(40)))
+    assert error.param == "stop_token_ids"
+    assert {"40", "32"} <= set(re.findall(r"\d+", str(error)))
+    validate(request((1,), min_tokens=1, stop_token_ids=list(range(32))), ROOMY)  # EOS is one of them
+    validate(request((1,), stop_token_ids=list(range(40))), ROOMY)
 
 
 def test_sampling_must_be_sampling_params() -> None:

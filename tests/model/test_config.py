@@ -99,3 +99,22 @@ def test_what_is_not_served_yet_is_refused_and_its_neutral_value_taken(name: str
     assert caught.value.param == name
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}.get(name)
     assert SamplingParams(**{name: neutral}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 10**400),
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
+        ("top_p", 10**400),
+        ("n", 10**400),
+        ("stop", ["x"] * 65),
+        ("stop", "x" * 20000),
+        ("stop_token_ids", [1] * 5000),
+    ],
+)
+def test_absurd_parameters_are_refused_in_one_short_line(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert len(str(caught.value)) < 300

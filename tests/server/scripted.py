@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.core import Limits, Logprob, Request, RequestError, RequestMetrics, SamplingParams, TokenEvent
+from jaxinfer.engine.output import LOGPROB_FLOOR
 
 VOCAB = 256
 
@@ -42,6 +43,7 @@ class ScriptedEngine:
     requests: dict[str, Request] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     steps: int = 0
+    failed_in_a_row: int = 0
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -101,7 +103,7 @@ class ScriptedEngine:
 
 def _known(token: int, top: int) -> dict[int, Logprob]:
     """The chosen token is the second most likely; the likeliest ones are 1, 2, 3, ... below it."""
-    entries = [(token - 1, -0.5), (token, -1.0), (token - 2, float("-inf"))] + [(i, -9.0) for i in range(30)]
+    entries = [(token - 1, -0.5), (token, -1.0), (token - 2, LOGPROB_FLOOR)] + [(i, -9.0) for i in range(30)]
     known = {i: Logprob(value, rank, chr(i)) for rank, (i, value) in enumerate(entries[: max(top, 0)], 1)}
     known.setdefault(token, Logprob(-1.0, 2, chr(token)))
     return known
@@ -149,9 +151,12 @@ class ScriptedLLM:
         request_id = f"r{next(self._ids)}"
         return Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, prompt=text)
 
+    def encode_chat(self, messages: list[dict[str, Any]], **options: bool) -> list[int]:
+        text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
+        text += "a:" if options.get("add_generation_prompt", True) else ""
+        return list(text.encode())
+
     def prepare_chat(
         self, messages: list[dict[str, Any]], sampling: SamplingParams, **options: bool
     ) -> Request:
-        text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
-        text += "a:" if options.get("add_generation_prompt", True) else ""
-        return self.prepare(text, sampling)
+        return self.prepare(self.encode_chat(messages, **options), sampling)

@@ -202,6 +202,21 @@ def test_a_dead_engine_answers_nobody_and_says_so():
             assert client.post(CHAT, json={"messages": [USER]}).status_code == 503
 
 
+def test_health_says_so_while_every_step_fails():
+    engine = ScriptedEngine()
+    with client_of(engine) as client:
+        for failed, status, word in (
+            (2, 200, "ok"),
+            (3, 503, "failing"),
+            (9, 503, "failing"),
+            (0, 200, "ok"),
+        ):
+            engine.failed_in_a_row = failed
+            answer = client.get("/health")
+            assert (answer.status_code, answer.json()["status"]) == (status, word)
+            assert answer.json()["failed_in_a_row"] == failed
+
+
 def test_what_is_not_ours_says_nothing_of_its_inside():
     llm = ScriptedLLM()
     llm.prepare = lambda *_: 1 / 0  # pyright: ignore[reportAttributeAccessIssue]

@@ -224,4 +224,11 @@ def test_tokens_there_and_back(client: TestClient):
     chat = client.post("/tokenize", json={"messages": [USER]}).json()
     assert bytes(chat["tokens"]) == b"u:hi\na:"
     refused(client.post("/tokenize", json={}))
+    long = client.post("/tokenize", json={"messages": [{**USER, "content": "x" * 500}]}).json()
+    assert (long["count"], long["max_model_len"]) == (505, 128), "counted, not refused"
+    assert client.post("/tokenize", json={"prompt": "x" * 500}).json()["count"] == 500
+    for name in ("add_generation_prompt", "continue_final_message"):
+        for value in (True, False):
+            assert refused(client.post("/tokenize", json={"prompt": "a", name: value}))["param"] == name
+        assert client.post("/tokenize", json={"prompt": "a", name: None}).status_code == 200
     refused(client.post("/detokenize", json={"tokens": [256]}))

@@ -60,16 +60,12 @@ def read_outputs(packed: Any, rows: list[int], wanted: list[int]) -> list[Sample
 def compile_options(platform: str) -> dict[str, Any]:
     """Options of XLA that the step is written for.
 
-    On CPU, products take their inputs' broadcasts in (see model.linear.Blocked), and kernels are compiled at
-    LLVM's level 1: as fast as level 3 here (the products are a library's), a third less time to compile. An
-    XLA that does not know an option compiles the same program without them, slower for few rows.
+    On CPU, products take their inputs' broadcasts in (see model.linear.Blocked). An XLA that does not know
+    the option compiles the same program without it, slower for few rows.
     """
     if platform != "cpu":
         return {}
-    options = {
-        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
-        "xla_backend_optimization_level": 1,
-    }
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
     try:
         jax.jit(lambda x: x + 1, compiler_options=options).lower(jnp.float32(0)).compile()
     except Exception:

@@ -166,7 +166,8 @@ def test_the_request_that_fails_is_the_only_one_to_end(
     llm = engine_over(runner)
     outputs = llm.generate(BATCH, SAMPLING)
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert "StepFailed: planted in dispatch" in (outputs[1].outputs[0].error or "")
+    # The kind of the fault reaches the client, its text (paths, kilobytes of XLA) only the log.
+    assert outputs[1].outputs[0].error == "the step failed on the device (StepFailed)"
     others = [i for i in range(len(BATCH)) if i != 1]
     assert [token_ids(outputs)[i] for i in others] == [expected[i] for i in others]
     assert_idle(llm)

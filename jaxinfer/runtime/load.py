@@ -95,9 +95,9 @@ def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> f
     model's own. Random weights end nowhere but at the config's."""
     if source is None:
         return frozenset(config.eos_token_ids)
-    stated = source.generation_config.get("eos_token_id")
     if tokenizer is not None:
         return frozenset(tokenizer.eos_ids)  # it has read generation_config too
+    stated = source.generation_config.get("eos_token_id")
     if stated is None:
         return frozenset(config.eos_token_ids)
     return frozenset([stated] if isinstance(stated, int) else stated)
@@ -145,15 +145,17 @@ def _num_pages(
 ) -> int:
     """M: as stated, else what the limits can use, within the memory that may be taken."""
     page_bytes = model.kv_bytes_per_token(kv_dtype.itemsize) * config.page_size
+    available = _free_bytes(platform)
     if config.num_pages is not None:
-        if config.num_pages * page_bytes > _free_bytes(platform):
+        wanted = config.num_pages * page_bytes
+        if wanted > available:
             raise ConfigError(
-                f"num_pages {config.num_pages} of {page_bytes / 1e6:.2f} MB take "
-                f"{config.num_pages * page_bytes / 1e9:.1f} GB; {_free_bytes(platform) / 1e9:.1f} GB are free"
+                f"num_pages {config.num_pages} of {page_bytes / 1e6:.2f} MB take {wanted / 1e9:.1f} GB; "
+                f"{available / 1e9:.1f} GB are free"
             )
         return config.num_pages
     per_sequence = -(-max_model_len // config.page_size)
-    free = int(_free_bytes(platform) * config.memory_utilization)
+    free = int(available * config.memory_utilization)
     if platform == "cpu":
         free = min(free, max(CPU_POOL_BYTES, (per_sequence + 1) * page_bytes))
     pages = min(free // page_bytes, config.max_num_seqs * per_sequence + 1)

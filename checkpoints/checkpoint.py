@@ -37,8 +37,16 @@ class Checkpoint(Protocol):
         """Shape of one tensor, from the header."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, read now; possibly a read-only view of the mapped file."""
+    def dtype(self, name: str) -> np.dtype:
+        """Type of the array that `read` gives for this tensor, from the header."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """One tensor, or the part `tensor[index]` of it, read now; possibly a view of the mapped file.
+
+        A part costs no more host memory than itself where the format allows (so a device can be given its
+        shard alone).
+        """
         ...
 
     def tokenizer_source(self) -> TokenizerSource:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: open Hugging Face folders and GGUF files, and download models.
+"""Checkpoints on disk: open Hugging Face and Orbax folders and GGUF files, write folders, download models.
 
     checkpoint = open_checkpoint(resolve("smollm2-135m"))
     checkpoint.config["hidden_size"], checkpoint.read("model.norm.weight")

@@ -7,14 +7,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, shown
+from checkpoints.regular_file import open_regular
 from checkpoints.safetensors_folder import PICKLE_SUFFIXES, SafetensorsFolder, refuse_pickle
 from checkpoints.tokenizer_source import TokenizerSource
+from checkpoints.writing import ORBAX_METADATA, PARAMS
 
 MAGIC = b"GGUF"
 """First bytes of every GGUF file."""
 
-ACCEPTED = "a folder with config.json and safetensors, or a .gguf file"
+ACCEPTED = "a folder with config.json and safetensors or an Orbax checkpoint, or a .gguf file"
 
 
 class Checkpoint(Protocol):
@@ -55,26 +57,40 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint at `path` by what it is: a Hugging Face folder or a GGUF file.
+    """Open the checkpoint at `path` by what it is: a Hugging Face folder, an Orbax folder or a GGUF file.
 
-    Headers and small files are read and checked now, tensors when `read` is called.
-    Raises CheckpointError for anything else, pickled weights in particular.
+    Headers and small files are read and checked now, tensors when `read` is called. A folder with both
+    kinds of weights is refused. Raises CheckpointError for anything else, pickled weights in particular.
     """
     path = Path(path).expanduser()
-    if path.is_dir():
-        if (path / "config.json").exists():
-            return SafetensorsFolder(path)
-        inside = sorted(item.name for item in path.iterdir() if item.suffix == ".gguf")
-        hint = f"; open {inside[0]} itself" if inside else ""
-        raise CheckpointError(f"{path}: no config.json in this folder; expected {ACCEPTED}{hint}")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file or folder; expected {ACCEPTED}")
+    try:
+        if path.is_dir():
+            return _open_folder(path)
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file or folder; expected {ACCEPTED}")
+    except OSError as error:  # a folder that may not be read, a name that is too long
+        raise CheckpointError(f"{shown(str(path))}: cannot be read ({error.strerror or error})") from error
     if path.suffix in PICKLE_SUFFIXES:
         raise refuse_pickle(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(len(MAGIC))
     if magic == MAGIC or path.suffix == ".gguf":
         from checkpoints.gguf_file import GGUFFile  # the package gguf is needed for such files alone
 
         return GGUFFile(path)
     raise CheckpointError(f"{path}: got a file that starts with {magic!r}; expected {ACCEPTED}")
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    if not (path / "config.json").exists():
+        inside = sorted(item.name for item in path.iterdir() if item.suffix == ".gguf")
+        hint = f"; open {inside[0]} itself" if inside else ""
+        raise CheckpointError(f"{path}: no config.json in this folder; expected {ACCEPTED}{hint}")
+    params = path / PARAMS
+    if params.is_dir() and not any(path.glob("*.safetensors")):
+        from checkpoints.orbax_folder import OrbaxFolder  # TensorStore takes 0.15 s to import
+
+        return OrbaxFolder(path)
+    if (params / ORBAX_METADATA).exists():
+        raise CheckpointError(f"{path}: got safetensors and {PARAMS}, expected one of the two")
+    return SafetensorsFolder(path)

@@ -1,7 +1,9 @@
 """GGUF metadata and tensor names in the words of a Hugging Face `config.json`.
 
 Keys and tensor names follow the GGUF specification of the ggml project (`llama.block_count`,
-`blk.0.attn_q.weight`, ...). What cannot be said in config.json is refused by name, never dropped.
+`blk.0.attn_q.weight`, ...). What cannot be said in config.json is refused by name, never dropped. What a key
+does is what llama.cpp does with it (convert_hf_to_gguf.py writes it, llama-model.cpp and llama-context.cpp
+read it).
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.blocks import read_blocks
-from checkpoints.errors import CheckpointError
+from checkpoints.blocks import can_read, read_blocks
+from checkpoints.errors import CheckpointError, quoted
 from checkpoints.gguf_header import ArrayField, GGUFHeader
 
 # architecture in the file -> (Hugging Face class, are q and k rows stored permuted?)
+# The converter permutes every model that its LlamaModel class handles: Llama, Mistral and SmolLM3.
 ARCHITECTURES: dict[str, tuple[str, bool]] = {
     "llama": ("LlamaForCausalLM", True),
     "qwen2": ("Qwen2ForCausalLM", False),
     "qwen3": ("Qwen3ForCausalLM", False),
+    "smollm3": ("SmolLM3ForCausalLM", True),
 }
+# Every fourth layer of SmolLM3 has no rotary embeddings. No key says so: llama.cpp has it in its code.
+SMOLLM3_NO_ROPE_INTERVAL = 4
 ROPE_FACTORS = "rope_freqs.weight"
 
 _TOP_NAMES = {
@@ -42,10 +48,23 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_YARN_NAMES = {
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-    "attn_factor": "attention_factor",
+# Keys that change the arithmetic and have no counterpart here -> the values under which they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "use_parallel_residual": (False,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "nextn_predict_layers": (0,),
 }
 # The published llama3 rope rules, (factor, low, high, original length): the file holds only the resulting
 # factors per frequency, so the rule is found again by computing what each would have written.
@@ -63,35 +82,49 @@ def hugging_face_name(header: GGUFHeader, name: str) -> str | None:
         return _TOP_NAMES[name]
     if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.inv_freq"):
         return None
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    # One spelling only, so that no two tensors of a file get the same name.
+    match = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _BLOCK_NAMES:
         raise CheckpointError(f"{header.path}: tensor {name} belongs to no supported architecture")
     return f"model.layers.{int(match[1])}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
 
 
+def is_permuted(header: GGUFHeader) -> bool:
+    """Whether the rows of q and k are stored in the order of llama.cpp's converter for Llama."""
+    return ARCHITECTURES[_Fields(header).text("general.architecture")][1]
+
+
 def translate_config(header: GGUFHeader) -> dict[str, Any]:
     """The metadata of the file under config.json's keys.
 
-    Raises CheckpointError when a key is missing or of the wrong type, or asks for something (experts,
-    per-layer head counts, unknown rope scaling) that these keys cannot express.
+    `num_key_value_heads` is a list with one number per layer where the layers differ. Raises CheckpointError
+    when a key is missing or of the wrong type, contradicts the tensors, or asks for something (experts,
+    unknown rope scaling) that these keys cannot express.
     """
     fields, path = _Fields(header), header.path
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}"
+            f"{path}: architecture {quoted(architecture)} is not supported; "
+            f"allowed: {', '.join(ARCHITECTURES)}"
         )
     prefix = f"{architecture}."
     if fields.whole("split.count", 1) > 1:
         raise CheckpointError(f"{path}: one part of a split GGUF; merge the parts first (gguf-split --merge)")
-    if fields.whole(prefix + "expert_count", 0) > 0:
-        raise CheckpointError(f"{path}: key {prefix}expert_count: mixture-of-experts is not supported")
-    hidden = fields.whole(prefix + "embedding_length")
-    heads = fields.per_layer(prefix + "attention.head_count")
-    if heads <= 0:
-        raise CheckpointError(f"{path}: key {prefix}attention.head_count: got {heads}, expected 1 or more")
-    kv_heads = fields.per_layer(prefix + "attention.head_count_kv", heads)
-    head_dim = fields.whole(prefix + "attention.key_length", hidden // heads)
+    _refuse_unknown_arithmetic(header, prefix)
+    layers = fields.positive(prefix + "block_count")
+    found = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if len(found) != layers:  # before anything is made for each layer
+        raise CheckpointError(
+            f"{path}: key {prefix}block_count: got {layers}, but the tensors belong to {len(found)} layers"
+        )
+    hidden = fields.positive(prefix + "embedding_length")
+    heads = fields.same_per_layer(prefix + "attention.head_count", layers)
+    head_dim = fields.positive(prefix + "attention.key_length", hidden // heads)
+    if head_dim % 2:
+        raise CheckpointError(
+            f"{path}: key {prefix}attention.key_length: got {head_dim}, expected an even one"
+        )
     value_dim = fields.whole(prefix + "attention.value_length", head_dim)
     rotated = fields.whole(prefix + "rope.dimension_count", head_dim)
     for key, got in (("attention.value_length", value_dim), ("rope.dimension_count", rotated)):
@@ -100,19 +133,18 @@ def translate_config(header: GGUFHeader) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
-    class_name, _ = ARCHITECTURES[architecture]
     eos_ids = end_token_ids(header)
     config: dict[str, Any] = {
-        "architectures": [class_name],
+        "architectures": [ARCHITECTURES[architecture][0]],
         "model_type": architecture,
         "hidden_size": hidden,
-        "num_hidden_layers": fields.whole(prefix + "block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": fields.per_layer(prefix + "attention.head_count_kv", layers, heads),
         "head_dim": head_dim,
-        "intermediate_size": fields.per_layer(prefix + "feed_forward_length"),
+        "intermediate_size": fields.same_per_layer(prefix + "feed_forward_length", layers),
         "vocab_size": embedding.shape[0],
-        "max_position_embeddings": fields.whole(prefix + "context_length"),
+        "max_position_embeddings": fields.positive(prefix + "context_length"),
         "rms_norm_eps": fields.real(prefix + "attention.layer_norm_rms_epsilon"),
         "rope_theta": fields.real(prefix + "rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(header, fields, prefix, head_dim),
@@ -122,13 +154,30 @@ def translate_config(header: GGUFHeader) -> dict[str, Any]:
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids) or None,
         "pad_token_id": fields.optional_whole("tokenizer.ggml.padding_token_id"),
     }
-    window = fields.optional_whole(prefix + "attention.sliding_window")
+    window = fields.whole(prefix + "attention.sliding_window", 0)
     if window:
-        config["sliding_window"] = window
-    if architecture == "llama":
+        if architecture != "llama":  # not every layer of such a model has the window, and no key says which
+            raise CheckpointError(f"{path}: key {prefix}attention.sliding_window: got {window}, expected 0")
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if architecture == "smollm3":
+        interval = SMOLLM3_NO_ROPE_INTERVAL
+        config["no_rope_layer_interval"] = interval
+        config["no_rope_layers"] = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if architecture != "qwen2":  # whose class has biases on q, k and v without a key
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    if architecture in ("llama", "smollm3"):
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
     return config
+
+
+def _refuse_unknown_arithmetic(header: GGUFHeader, prefix: str) -> None:
+    for key, neutral in _NEUTRAL.items():
+        value = header.fields.get(prefix + key, neutral[0])
+        if value not in neutral:
+            raise CheckpointError(
+                f"{header.path}: key {prefix}{key}: got {quoted(value)}, which is not supported; "
+                f"allowed: {' or '.join(map(str, neutral))}"
+            )
 
 
 def end_token_ids(header: GGUFHeader) -> tuple[int, ...]:
@@ -144,34 +193,72 @@ def _rope_scaling(header: GGUFHeader, fields: _Fields, prefix: str, head_dim: in
     kind = fields.text(prefix + "rope.scaling.type", "none")
     factor = fields.real(prefix + "rope.scaling.factor", fields.real(prefix + "rope.scale_linear", 0.0))
     original = fields.optional_whole(prefix + "rope.scaling.original_context_length")
+    attention = fields.real(prefix + "rope.scaling.attn_factor", 1.0)
+    if kind != "yarn" and attention != 1.0:
+        raise CheckpointError(
+            f"{path}: key {prefix}rope.scaling.attn_factor: got {attention} with rope scaling "
+            f"{quoted(kind)}, expected 1.0 (it is supported with yarn)"
+        )
     if ROPE_FACTORS in header.tensors:
         if kind not in ("none", "llama3"):
-            raise CheckpointError(f"{path}: both {ROPE_FACTORS} and rope scaling {kind!r}; expected one")
+            raise CheckpointError(
+                f"{path}: both {ROPE_FACTORS} and rope scaling {quoted(kind)}; expected one"
+            )
         return _llama3_scaling(header, fields.real(prefix + "rope.freq_base", 10000.0), head_dim)
     if kind == "none" and factor in (0.0, 1.0):
         return None
+    if kind not in ("none", "linear", "yarn"):
+        raise CheckpointError(
+            f"{path}: rope scaling {quoted(kind)} is not supported; allowed: none, linear, yarn"
+        )
     if factor <= 0.0:
         raise CheckpointError(f"{path}: key {prefix}rope.scaling.factor: got {factor}, expected more than 0")
-    if kind in ("linear", "none"):
+    if kind != "yarn":
         return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-        if original is not None:
-            scaling["original_max_position_embeddings"] = original
-        for key, name in _YARN_NAMES.items():
-            if f"{prefix}rope.scaling.{key}" in header.fields:
-                scaling[name] = fields.real(f"{prefix}rope.scaling.{key}")
-        return scaling
-    raise CheckpointError(f"{path}: rope scaling {kind!r} is not supported; allowed: none, linear, yarn")
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    for key in ("beta_fast", "beta_slow"):
+        if f"{prefix}rope.scaling.yarn_{key}" in header.fields:
+            scaling[key] = fields.real(f"{prefix}rope.scaling.yarn_{key}")
+    return scaling | _yarn_attention_factor(header, fields, prefix, factor)
+
+
+def _yarn_attention_factor(
+    header: GGUFHeader, fields: _Fields, prefix: str, factor: float
+) -> dict[str, float]:
+    """`attention_factor`, Hugging Face's final factor on cos and sin, where the file states one.
+
+    Two keys concern it, in different senses. `attn_factor` is a further factor: llama.cpp multiplies cos and
+    sin by attn_factor * (0.1 ln(factor) + 1), the second term (YaRN, equation 22) whether the key is there or
+    not. `yarn_attn_factor` is what the converter copies from `attention_factor` as it is; llama.cpp itself
+    does not read it for these architectures, and what the model's own config says is taken to be meant.
+    """
+    further, final = prefix + "rope.scaling.attn_factor", prefix + "rope.scaling.yarn_attn_factor"
+    if final in header.fields:
+        if further in header.fields:
+            raise CheckpointError(f"{header.path}: got both keys {further} and {final}, expected one of them")
+        return {"attention_factor": fields.real(final)}
+    if further not in header.fields:
+        return {}  # Hugging Face's default is the same second term
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+    return {"attention_factor": fields.real(further) * usual}
 
 
 def _llama3_scaling(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, Any]:
     entry = header.tensors[ROPE_FACTORS]
+    if entry.shape != (head_dim // 2,) or not can_read(entry.block_type):
+        raise CheckpointError(
+            f"{header.path}: tensor {ROPE_FACTORS}: got shape {entry.shape} of {entry.block_type.name}, "
+            f"expected {head_dim // 2} floats"
+        )
+    if theta <= 0.0:
+        raise CheckpointError(f"{header.path}: rope.freq_base: got {theta}, expected more than 0")
     values = read_blocks(header.data(entry), entry.block_type, entry.shape)
     stored = np.asarray(values, np.float64).reshape(-1)
     for rule in _LLAMA3_RULES:
         expected = llama3_rope_factors(theta, head_dim, *rule)
-        if stored.shape == expected.shape and np.allclose(stored, expected, rtol=1e-4):
+        if np.allclose(stored, expected, rtol=1e-4):
             factor, low, high, length = rule
             return {
                 "rope_type": "llama3",
@@ -208,30 +295,55 @@ class _Fields:
         if value is None:
             raise CheckpointError(f"{self.header.path}: key {key} is missing")
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise CheckpointError(f"{self.header.path}: key {key}: got {value!r}, expected {expected}")
+            raise self._wrong(key, quoted(value), expected)
         return value
+
+    def _wrong(self, key: str, got: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.header.path}: key {key}: got {got}, expected {expected}")
 
     def text(self, key: str, default: str | None = None) -> str:
         return self._get(key, str, default, "text")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        return self._get(key, int, default, "a whole number")
+        """A whole number of 0 or more."""
+        value = self._get(key, int, default, "a whole number")
+        if value < 0:
+            raise self._wrong(key, str(value), "a whole number of 0 or more")
+        return value
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self.whole(key, default)
+        if value < 1:
+            raise self._wrong(key, str(value), "a whole number of 1 or more")
+        return value
 
     def optional_whole(self, key: str) -> int | None:
         return self.whole(key) if key in self.header.fields else None
 
     def real(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
         value = self._get(key, (int, float), default, "a number")
+        if not abs(value) < 3e38:  # the range of float32; NaN fails too
+            raise self._wrong(key, str(value), "a finite number")
         # Stored as float32: 9.999999747378752e-06 was written as 1e-05, and its shortest spelling says so.
         return float(str(np.float32(value)))
 
-    def per_layer(self, key: str, default: int | None = None) -> int:
-        """A number, or an array with one number per layer that must all be equal."""
-        if isinstance(self.header.fields.get(key), ArrayField):
-            values = np.unique(np.asarray(self.header.array(key)))
-            if len(values) != 1 or values.dtype.kind not in "iu":
-                raise CheckpointError(
-                    f"{self.header.path}: key {key}: differs by layer ({values.tolist()}); expected one value"
-                )
-            return int(values[0])
-        return self.whole(key, default)
+    def per_layer(self, key: str, layers: int, default: int | None = None) -> int | list[int]:
+        """A positive number, from a number or an array of equal ones; a list from an array that differs."""
+        if not isinstance(self.header.fields.get(key), ArrayField):
+            return self.positive(key, default)
+        values = self.header.array(key)
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+            raise self._wrong(key, "another array", "an array of whole numbers")
+        if len(values) != layers:
+            raise self._wrong(key, f"{len(values)} numbers", f"one for each of the {layers} layers")
+        if values.min() < 1:
+            raise self._wrong(key, str(values.min()), "whole numbers of 1 or more")
+        return int(values[0]) if values.min() == values.max() else values.tolist()
+
+    def same_per_layer(self, key: str, layers: int) -> int:
+        """`per_layer`, where Hugging Face has one number for all layers."""
+        value = self.per_layer(key, layers)
+        if isinstance(value, list):
+            raise self._wrong(key, f"numbers that differ by layer ({quoted(value)})", "one for all layers")
+        return value

@@ -3,7 +3,7 @@
 The converter of llama.cpp stores the rows of the q and k projections of `llama` files permuted (rotary pairs
 side by side instead of half a head apart); `read` puts them back. q is permuted per query head and k per
 KV head: with 9 query and 3 KV heads the wrong divisor (9 / 3) gives the right answer by coincidence, with
-8 and 2 it does not.
+8 and 2 it does not. Where the number of KV heads differs by layer, each layer has its own divisor.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.blocks import can_read, read_blocks
-from checkpoints.errors import CheckpointError
-from checkpoints.gguf_config import ARCHITECTURES, end_token_ids, hugging_face_name, translate_config
+from checkpoints.blocks import can_read, read_blocks, value_type
+from checkpoints.errors import CheckpointError, quoted
+from checkpoints.gguf_config import end_token_ids, hugging_face_name, is_permuted, translate_config
 from checkpoints.gguf_header import GGUFHeader, TensorEntry
+from checkpoints.parts import Index, checked_index, covering
 from checkpoints.tokenizer_source import GGUFTokenizerSource
 
 
@@ -33,7 +34,7 @@ class GGUFFile:
         self.config: dict[str, Any] = translate_config(self._header)
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         self.generation_config: dict[str, Any] = {key: self.config[key] for key in keys}
-        self._permuted = ARCHITECTURES[self.config["model_type"]][1]
+        self._permuted = is_permuted(self._header)
         self._entries: dict[str, TensorEntry] = {}
         readable: dict[int, bool] = {}
         for entry in self._header.tensors.values():
@@ -44,6 +45,7 @@ class GGUFFile:
                 raise CheckpointError(
                     f"{path}: tensor {entry.name}: block type {entry.block_type.name} cannot be dequantised"
                 )
+            assert name not in self._entries, f"{name} stands for two tensors of {path}"
             self._entries[name] = entry
             self._check_heads(name, entry)
 
@@ -55,16 +57,41 @@ class GGUFFile:
         """Shape of a tensor; matrices are [out, in]."""
         return self._entry(name).shape
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in Hugging Face layout.
+    def dtype(self, name: str) -> np.dtype:
+        """Type of the array that `read` gives: F64, F32, F16 and BF16 as stored, float32 for the rest."""
+        return value_type(self._entry(name).block_type)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """One tensor, or the part `tensor[index]` of it, in Hugging Face layout.
 
         F32, F16 and BF16 keep their type (views of the mapped file where no rows move); quantised types come
-        as new float32 arrays. Raises CheckpointError when there is no such tensor.
+        as new float32 arrays, and only the rows that the index asks for are dequantised. Raises
+        CheckpointError when there is no such tensor or the index does not fit it.
         """
         entry = self._entry(name)
-        values = read_blocks(self._header.data(entry), entry.block_type, entry.shape)
+        index = checked_index(index, entry.shape, f"{self.path}: tensor {entry.name}")
         heads = self._permuted_heads(name)
-        return restore_rotary_rows(values, heads) if heads else values
+        if heads:
+            return self._read_permuted(entry, heads, index)
+        return read_blocks(self._header.data(entry), entry.block_type, entry.shape, index)
+
+    def _read_permuted(self, entry: TensorEntry, heads: int, index: Index) -> np.ndarray:
+        """The part of a q or k projection, put back head by head, so that no copy of the whole is needed."""
+        head_rows = entry.shape[0] // heads
+        start, stop, then = covering(index[0], entry.shape[0])
+        first, last = start // head_rows, -(-stop // head_rows)
+        data, inner = self._header.data(entry), index[1:]
+        result: np.ndarray | None = None
+        for head in range(first, max(last, first + 1)):
+            rows = slice(head * head_rows, (head + 1) * head_rows)
+            stored = read_blocks(data, entry.block_type, entry.shape, (rows, *inner))
+            if result is None:
+                result = np.empty((stop - start, *stored.shape[1:]), stored.dtype)
+            low, high = max(start, rows.start), min(stop, rows.stop)
+            straight = restore_rotary_rows(stored, 1)
+            result[low - start : high - start] = straight[low - rows.start : high - rows.start]
+        assert result is not None
+        return result[then]
 
     def tokenizer_source(self) -> GGUFTokenizerSource:
         """The tokenizer's keys; the arrays are decoded here, not when the file is opened."""
@@ -82,8 +109,10 @@ class GGUFFile:
 
         def optional(key: str, kind: type) -> Any:
             value = fields.get(key)
-            if value is not None and not isinstance(value, kind):
-                raise CheckpointError(f"{self.path}: key {key}: got {value!r}, expected {kind.__name__}")
+            if value is not None and type(value) is not kind:
+                raise CheckpointError(
+                    f"{self.path}: key {key}: got {quoted(value)}, expected {kind.__name__}"
+                )
             return value
 
         model = optional("tokenizer.ggml.model", str)
@@ -126,7 +155,8 @@ class GGUFFile:
         if ".self_attn.q_proj." in name:
             return self.config["num_attention_heads"]
         if ".self_attn.k_proj." in name:
-            return self.config["num_key_value_heads"]
+            kv_heads = self.config["num_key_value_heads"]
+            return kv_heads[int(name.split(".")[2])] if isinstance(kv_heads, list) else kv_heads
         return 0
 
     def _check_heads(self, name: str, entry: TensorEntry) -> None:

@@ -14,7 +14,7 @@ trusts counts; here an array field is only skipped over (10 ms) and decoded when
 
 from __future__ import annotations
 
-import mmap
+import itertools
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -24,12 +24,15 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, quoted, shown
+from checkpoints.regular_file import map_whole, open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_STRING_BYTES = 64 * 1024 * 1024
+MAX_KEY_BYTES = 65535  # the specification's limit
+MAX_NAME_BYTES = 255  # the specification has 64; builds of llama.cpp allow more
 
 _SCALARS: dict[GGUFValueType, str] = {
     GGUFValueType.UINT8: "<B",
@@ -77,14 +80,11 @@ class GGUFHeader:
         self.path = path
         self.fields: dict[str, Any] = {}
         self.tensors: dict[str, TensorEntry] = {}
-        try:
-            with path.open("rb") as file:
-                magic = file.read(4)
-                if magic != MAGIC:
-                    raise CheckpointError(f"{path}: not a GGUF file: got magic {magic!r}, expected {MAGIC!r}")
-                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+        with open_regular(path) as file:
+            magic = file.read(4)
+        if magic != MAGIC:
+            raise CheckpointError(f"{path}: not a GGUF file: got magic {magic!r}, expected {MAGIC!r}")
+        self.buffer = map_whole(path)
         self.size = len(self.buffer)
         self._position = 4
         version = self._number("<I", "version")
@@ -109,7 +109,7 @@ class GGUFHeader:
         if field is None:
             return None
         if not isinstance(field, ArrayField):
-            raise CheckpointError(f"{self.path}: key {key}: got {field!r}, expected an array")
+            raise CheckpointError(f"{self.path}: key {key}: got {quoted(field)}, expected an array")
         if field.item_type != GGUFValueType.STRING:
             item = np.dtype(_SCALARS[field.item_type])
             return np.frombuffer(self.buffer, item, field.count, field.offset)
@@ -129,7 +129,9 @@ class GGUFHeader:
         return np.frombuffer(self.buffer, np.uint8, entry.byte_count, entry.offset)
 
     def _read_field(self) -> None:
-        key = self._string("a field's key")
+        key = self._string("a field's key", MAX_KEY_BYTES)
+        if not key or shown(key) != key:  # what follows names the key in its messages
+            raise CheckpointError(f"{self.path}: got a key {quoted(key)}, expected a short word")
         if key in self.fields:
             raise CheckpointError(f"{self.path}: key {key} appears twice")
         value_type = self._value_type(key)
@@ -167,7 +169,9 @@ class GGUFHeader:
     def _read_tensors(self, count: int) -> None:
         raw: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
         for _ in range(count):
-            name = self._string("a tensor's name")
+            name = self._string("a tensor's name", MAX_NAME_BYTES)
+            if not name or shown(name) != name:
+                raise CheckpointError(f"{self.path}: got a tensor name {quoted(name)}, expected a short word")
             where = f"tensor {name}"
             dimension_count = self._number("<I", where)
             if not 1 <= dimension_count <= MAX_DIMENSIONS:
@@ -182,15 +186,29 @@ class GGUFHeader:
                 raise CheckpointError(f"{self.path}: {where}: unknown block type number {number}") from error
             raw.append((name, shape, block_type, self._number("<Q", where)))
         alignment = self.fields.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
             raise CheckpointError(
-                f"{self.path}: key general.alignment: got {alignment!r}, expected a power of two"
+                f"{self.path}: key general.alignment: got {quoted(alignment)}, expected a power of two"
             )
         start = (self._position + alignment - 1) // alignment * alignment
         for name, shape, block_type, offset in raw:
             if name in self.tensors:
                 raise CheckpointError(f"{self.path}: tensor {name} appears twice")
+            if offset % alignment:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name}: got offset {offset}, expected a multiple of {alignment}"
+                )
             self.tensors[name] = self._entry(name, shape, block_type, start, offset)
+        self._check_overlaps()
+
+    def _check_overlaps(self) -> None:
+        ordered = sorted(self.tensors.values(), key=lambda entry: entry.offset)
+        for before, after in itertools.pairwise(ordered):
+            if before.offset + before.byte_count > after.offset:
+                raise CheckpointError(
+                    f"{self.path}: tensor {after.name} starts at byte {after.offset}, inside tensor "
+                    f"{before.name}"
+                )
 
     def _entry(
         self, name: str, shape: tuple[int, ...], block_type: GGMLQuantizationType, start: int, offset: int
@@ -221,11 +239,14 @@ class GGUFHeader:
         self._position += size
         return value
 
-    def _string(self, where: str) -> str:
+    def _string(self, where: str, most_bytes: int = MAX_STRING_BYTES) -> str:
         length = self._number("<Q", where)
         left = self.size - self._position
-        if length > min(left, MAX_STRING_BYTES):
-            raise CheckpointError(f"{self.path}: {where}: got a string of {length} bytes, {left} are left")
+        if length > min(left, most_bytes):
+            raise CheckpointError(
+                f"{self.path}: {where}: got a string of {length} bytes; {left} are left and at most "
+                f"{most_bytes} are allowed"
+            )
         raw = self.buffer[self._position : self._position + length]
         self._position += length
         try:

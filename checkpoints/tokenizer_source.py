@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints.errors import CheckpointError, quoted
+
 
 @dataclass(frozen=True)
 class FolderTokenizerSource:
@@ -17,6 +19,7 @@ class FolderTokenizerSource:
     """
 
     tokenizer_json: Path | None
+    sentencepiece_model: Path | None
     tokenizer_config: Path | None
     chat_template: Path | None
     bos_token_id: int | None
@@ -52,9 +55,43 @@ class GGUFTokenizerSource:
 TokenizerSource = FolderTokenizerSource | GGUFTokenizerSource
 
 
-def token_id_tuple(value: Any) -> tuple[int, ...]:
-    """Token ids from a configuration value: None, one id, or a list of ids."""
+def token_id_tuple(value: Any, where: str = "config.json") -> tuple[int, ...]:
+    """Token ids from a configuration value: None, one id, or a list of ids.
+
+    Raises CheckpointError, beginning with `where`, for anything else: an end token that is silently dropped
+    is an answer that never ends.
+    """
     if value is None:
         return ()
     values = value if isinstance(value, list | tuple) else [value]
-    return tuple(int(item) for item in values if isinstance(item, int) and not isinstance(item, bool))
+    if any(type(item) is not int or item < 0 for item in values):
+        raise CheckpointError(f"{where}: got {quoted(value)}, expected token ids")
+    return tuple(values)
+
+
+def folder_tokenizer_source(
+    folder: Path, config: dict[str, Any], generation_config: dict[str, Any]
+) -> FolderTokenizerSource:
+    """The tokenizer files in a folder, and the special ids that its two configurations state.
+
+    Raises CheckpointError when bos_token_id or eos_token_id are not token ids.
+    """
+
+    def present(file_name: str) -> Path | None:
+        return folder / file_name if (folder / file_name).is_file() else None
+
+    def configured(key: str) -> tuple[int, ...]:
+        value, file = generation_config.get(key), "generation_config.json"
+        if value is None:
+            value, file = config.get(key), "config.json"
+        return token_id_tuple(value, f"{folder / file}: key {key}")
+
+    bos = configured("bos_token_id")
+    return FolderTokenizerSource(
+        tokenizer_json=present("tokenizer.json"),
+        sentencepiece_model=present("tokenizer.model"),
+        tokenizer_config=present("tokenizer_config.json"),
+        chat_template=present("chat_template.jinja"),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=configured("eos_token_id"),
+    )

@@ -222,7 +222,9 @@ class Limits:
     """What the engine must stay within: of the pool, of one step, and of the model.
 
     Page 0 belongs to nobody (padding writes go there), so `num_pages - 1` pages can be taken. A step runs
-    at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences.
+    at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences. With a `window` W the query
+    at position p sees the keys p - W + 1 .. p and no layer sees more; None: some layer sees everything.
+    `sampled_vocab` counts the ids, from 0 on, that the sampler can choose; None: all `vocab_size`.
     """
 
     num_pages: int
@@ -232,10 +234,33 @@ class Limits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
+    window: int | None = None
+    sampled_vocab: int | None = None
 
     @property
     def usable_pages(self) -> int:
         return self.num_pages - 1
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Most pages that one sequence can ever hold, whatever `num_pages` is."""
+        return self.most_pages(self.max_model_len, self.max_num_batched_tokens)
+
+    def most_pages(self, num_tokens: int, chunk: int) -> int:
+        """Most pages that the K/V of `num_tokens` >= 1 positions take at a time, in slices of `chunk` >= 1.
+
+        Without a window all are kept. With one, a slice touches W - 1 keys before it and its own: n
+        positions in a row, which lie in 1 + ceil((n - 1) / Z) pages at most.
+        """
+        whole = -(-num_tokens // self.page_size)
+        if self.window is None:
+            return whole
+        keys = self.window - 1 + chunk
+        return min(whole, 1 + -(-(keys - 1) // self.page_size))
+
+    def first_page(self, position: int) -> int:
+        """Index of the first page that the query at `position` sees; those before it can go."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // self.page_size
 
 
 # ----------------------------------------------------------------------------------------- sequences
@@ -252,7 +277,8 @@ class Sequence:
     """One of the `n` continuations of a request, and the only mutable noun of the engine.
 
     Only `Scheduler` changes it: `schedule` takes and frees pages, `commit` appends tokens and moves
-    `computed`. `pages[i]` holds the K/V of positions `i * Z .. (i + 1) * Z - 1`.
+    `computed`. `pages[i]` holds the K/V of positions `i * Z .. (i + 1) * Z - 1`; the first `released`
+    entries are 0, given back because every later query's window is past them (`Limits.window`).
     """
 
     uid: int
@@ -264,6 +290,7 @@ class Sequence:
     num_prompt: int
     computed: int = 0
     pages: list[int] = field(default_factory=list)
+    released: int = 0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -283,10 +310,15 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def live_pages(self) -> int:
+        """Pages that it holds."""
+        return len(self.pages) - self.released
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.uid} {self.status.value} {self.computed}/{len(self.tokens)}"
-            f" prompt={self.num_prompt} pages={len(self.pages)} {self.finish_reason or ''})"
+            f" prompt={self.num_prompt} pages={self.live_pages} {self.finish_reason or ''})"
         )
 
 
@@ -297,9 +329,10 @@ class Sequence:
 class Slice:
     """Run `tokens` at positions `start .. start + count - 1` of one sequence, in this step.
 
-    `pages` covers positions `0 .. start + count - 1` (P = ceil((start + count) / Z) page ids). When
-    `emit`, the slice reaches the end of the sequence and the step samples the token at position
-    `start + count` with `sampling`, `seed`, never choosing an id in `held_back`.
+    `pages` covers positions `0 .. start + count - 1` (P = ceil((start + count) / Z) page ids); with a
+    window, those that the query at `start` no longer sees are 0. When `emit`, the slice reaches the end of
+    the sequence and the step samples the token at position `start + count` with `sampling`, `seed`, never
+    choosing an id in `held_back`. `num_prompt` is the length of the sequence's prompt.
     """
 
     uid: int
@@ -311,6 +344,7 @@ class Slice:
     seed: int
     held_back: tuple[int, ...] = ()
     epoch: int = 0  # the sequence's when this was planned; the engine's own business
+    num_prompt: int = 0
 
     @property
     def count(self) -> int:

@@ -10,36 +10,42 @@ The calling thread runs the engine; a server runs `llm.engine` on a thread of it
 from __future__ import annotations
 
 import contextlib
-import operator
+import dataclasses
 import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Seq
 from types import FrameType
 from typing import Any
 
+from jaxinfer.arguments import (
+    Message,
+    Prompt,
+    Sampling,
+    as_batch,
+    as_conversations,
+    as_int,
+    check_text,
+    check_texts,
+    one_each,
+    sampling_over,
+)
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.core import (
-    CompletionOutput,
     EngineDeadError,
-    FinishReason,
     Limits,
-    Logprob,
     Request,
     RequestError,
-    RequestMetrics,
     RequestOutput,
     Runner,
     SamplingParams,
     TokenEvent,
 )
 from jaxinfer.engine import Engine, validate
+from jaxinfer.outputs import Continuation, request_output
 from jaxinfer.progress import phase
-
-Prompt = str | Seq[int]
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -47,14 +53,16 @@ class LLM:
 
     MODEL is a pulled name, a Hugging Face folder, a .gguf file or "random:CONFIG". Raises ConfigError for
     an option that is unknown or cannot run. Several threads may call it; one of them runs each step.
+
+    `default_sampling` is what a request without SamplingParams gets: the model's own values, from its
+    generation_config.json, and SamplingParams' defaults elsewhere.
     """
 
     def __init__(self, model: str, *, progress: bool | None = None, **engine_options: Any):
         config = EngineConfig.from_kwargs(**engine_options)
         from jaxinfer import runtime  # imports jax, which takes a second: not before a model is wanted
 
-        load: Callable[..., Any] = runtime.load  # pyright: ignore[reportAttributeAccessIssue]
-        loaded = load(model, config, progress=progress)
+        loaded = runtime.load(model, config, progress=progress)
         self._set_up(
             loaded.runner,
             loaded.limits,
@@ -63,6 +71,7 @@ class LLM:
             model_name=loaded.model_name,
             model_config=loaded.model_config,
             engine_config=loaded.engine_config,
+            default_sampling=loaded.default_sampling,
         )
 
     @classmethod
@@ -76,6 +85,7 @@ class LLM:
         model_name: str = "model",
         model_config: ModelConfig | None = None,
         engine_config: EngineConfig | None = None,
+        default_sampling: SamplingParams | None = None,
     ) -> LLM:
         """Put one together from what `runtime.load` would have made; for tests and experiments.
 
@@ -90,6 +100,7 @@ class LLM:
             model_name=model_name,
             model_config=model_config,
             engine_config=engine_config or EngineConfig(),
+            default_sampling=default_sampling or SamplingParams(),
         )
         return llm
 
@@ -103,6 +114,7 @@ class LLM:
         model_name: str,
         model_config: ModelConfig | None,
         engine_config: EngineConfig,
+        default_sampling: SamplingParams,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
@@ -110,6 +122,7 @@ class LLM:
         self.model_name = model_name
         self.model_config = model_config
         self.engine_config = engine_config
+        self.default_sampling = default_sampling
         self.engine = Engine(runner, limits, tokenizer, seed=engine_config.seed)
         # Whoever waits for an answer runs a step, and files its events with all who wait.
         self._lock = threading.Lock()
@@ -122,40 +135,41 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: Sampling | Seq[Sampling] = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or several together; results are in the order of the prompts.
 
-        A prompt is a text or a list of token ids. `sampling_params` is one for all, or one per prompt.
+        A prompt is a text or a list of token ids. `sampling_params` is one for all, or one per prompt: None
+        for the model's own (`default_sampling`), a mapping for the model's own with these fields replaced, or
+        a SamplingParams, which is taken as it is.
         `progress` None shows a bar on stderr for more than one prompt, if stderr is a terminal.
         Raises RequestError, having started nothing, when any of the prompts cannot be served. A prompt
         that fails later ends with finish_reason "error" and disturbs no other.
         """
-        batch = _as_batch(prompts)
-        params = _one_each(sampling_params, len(batch), "prompts")
+        batch = as_batch(prompts)
+        params = one_each(sampling_params, len(batch), "prompts")
         return self._answer([self.prepare(p, s) for p, s in zip(batch, params, strict=True)], progress)
 
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: Sampling | Seq[Sampling] = None,
         progress: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role", "content"} messages.
 
-        `template_options` are those of `prepare_chat`. Otherwise as `generate`.
+        `template_options` are those of `prepare_chat`. Otherwise as `generate`. An empty list is a batch of
+        no conversations and gives [], as `generate([])` does; a conversation without messages within a batch,
+        and `prepare_chat([])`, raise RequestError.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        batch: list[Any] = [messages] if single else list(messages)
-        params = _one_each(sampling_params, len(batch), "conversations")
+        batch = as_conversations(messages)
+        params = one_each(sampling_params, len(batch), "conversations")
         requests = [self.prepare_chat(m, s, **template_options) for m, s in zip(batch, params, strict=True)]
         return self._answer(requests, progress)
 
-    def stream(
-        self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None
-    ) -> Generator[TokenEvent]:
+    def stream(self, prompt: Prompt | Request, sampling_params: Sampling = None) -> Generator[TokenEvent]:
         """Continue one prompt, or what `prepare` or `prepare_chat` made; yields its events as they come.
 
         Each of the n continuations ends with an event that has a finish_reason. Closing the iterator
@@ -176,12 +190,12 @@ class LLM:
         """Token ids of a text, as `generate` would run it. Raises RequestError for what is no text."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; give token ids instead of text", "prompt")
-        _check_text(text, "prompt")
+        check_text(text, "prompt")
         return list(self.tokenizer.encode(text))
 
     # ---------------------------------------------------------------------------------- preparing
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
+    def prepare(self, prompt: Prompt, sampling_params: Sampling = None) -> Request:
         """Turn a prompt into a request with an id of its own; schedules nothing. Safe on any thread.
 
         Raises RequestError for everything about it that the engine would refuse.
@@ -190,12 +204,12 @@ class LLM:
             return self._request(self.encode(prompt), sampling_params, prompt)
         if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
             raise RequestError(f"a prompt must be a string or a list of token ids, got {prompt!r}", "prompt")
-        return self._request([_as_int(i) for i in prompt], sampling_params, None)
+        return self._request([as_int(i) for i in prompt], sampling_params, None)
 
     def prepare_chat(
         self,
         messages: Seq[Message],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Sampling = None,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -237,8 +251,8 @@ class LLM:
                 "add_generation_prompt and continue_final_message exclude each other",
                 "continue_final_message",
             )
-        _check_texts(messages, "messages")
-        _check_texts(tools, "tools")
+        check_texts(messages, "messages")
+        check_texts(tools, "tools")
         from jaxinfer.text import ChatTemplateError, TokenizerError
 
         try:
@@ -255,28 +269,40 @@ class LLM:
         except (ChatTemplateError, TokenizerError) as error:
             raise RequestError(str(error), "messages") from error
 
-    def _request(self, ids: Seq[int], sampling: SamplingParams | None, prompt: str | None) -> Request:
+    def sampling(self, wanted: Sampling = None) -> SamplingParams:
+        """The sampling of a request that asks for `wanted`: None, fields over the model's own, or all of it.
+
+        Raises RequestError for a field that is unknown or out of range.
+        """
+        return sampling_over(self.default_sampling, wanted)
+
+    def _request(self, ids: Seq[int], wanted: Sampling, prompt: str | None) -> Request:
+        sampling = self.sampling(wanted)
         request = Request(
-            request_id=uuid.uuid4().hex,
-            prompt_token_ids=tuple(ids),
-            sampling=SamplingParams() if sampling is None else sampling,
-            prompt=prompt,
+            request_id=uuid.uuid4().hex, prompt_token_ids=tuple(ids), sampling=sampling, prompt=prompt
         )
-        validate(request, self.limits, has_tokenizer=self.tokenizer is not None)
-        return request
+        asked = isinstance(wanted, SamplingParams) or "max_tokens" in (wanted or {})
+        if asked or sampling.max_tokens is None:
+            validate(request, self.limits, has_tokenizer=self.tokenizer is not None)
+            return request
+        # The model's own max_tokens is no demand of this request: where less fits, less is generated.
+        open_ended = dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=None))
+        most = validate(open_ended, self.limits, has_tokenizer=self.tokenizer is not None)
+        fitting = min(sampling.max_tokens, most)
+        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=fitting))
 
     # ------------------------------------------------------------------------------------ running
 
     def _answer(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
         wanted = len(requests) > 1 and sys.stderr.isatty() if progress is None else progress
-        answers = {r.request_id: [_Continuation(index) for index in range(r.sampling.n)] for r in requests}
+        answers = {r.request_id: [Continuation(index) for index in range(r.sampling.n)] for r in requests}
         with phase("generating", total=len(requests), wanted=wanted) as advance:
             for event in self._events(requests):
                 parts = answers[event.request_id]
                 parts[event.index].add(event)
                 if event.finish_reason is not None and all(part.finish_reason for part in parts):
                     advance(1)
-        return [_request_output(r, answers[r.request_id]) for r in requests]
+        return [request_output(r, answers[r.request_id]) for r in requests]
 
     def _events(self, requests: list[Request]) -> Generator[TokenEvent]:
         """Run requests together until all have ended; closing this cancels those that have not."""
@@ -363,117 +389,3 @@ def _interrupts_held_back() -> Generator[None]:
         signal.signal(signal.SIGINT, handler)
         if len(caught) == 1:
             handler(*caught[0])
-
-
-class _Continuation:
-    """One continuation, put together from its events."""
-
-    def __init__(self, index: int):
-        self.index = index
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, Logprob]] | None = None
-        self.finish_reason: FinishReason | None = None
-        self.last: TokenEvent | None = None
-
-    def add(self, event: TokenEvent) -> None:
-        self.texts.append(event.text)
-        self.token_ids.extend(event.token_ids)
-        if event.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs.extend(event.logprobs)
-        if event.finish_reason is not None:
-            self.finish_reason, self.last = event.finish_reason, event
-
-    def output(self) -> CompletionOutput:
-        logprobs = None if self.logprobs is None else tuple(self.logprobs)
-        return CompletionOutput(
-            index=self.index,
-            text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
-            logprobs=logprobs,
-            cumulative_logprob=None
-            if logprobs is None
-            else sum(p[i].logprob for p, i in zip(logprobs, self.token_ids, strict=True)),
-            finish_reason=self.finish_reason,
-            stop_reason=self.last.stop_reason if self.last else None,
-            error=self.last.error if self.last else None,
-        )
-
-
-def _request_output(request: Request, answers: list[_Continuation]) -> RequestOutput:
-    metrics = [a.last.metrics for a in answers if a.last is not None and a.last.metrics is not None]
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        outputs=tuple(answer.output() for answer in answers),
-        metrics=metrics[0] if len(metrics) == 1 else _joined(metrics),
-    )
-
-
-def _joined(metrics: list[RequestMetrics]) -> RequestMetrics:
-    """Of n continuations: the first token of any, the end of the last, the mean time per token."""
-    tpot = [m.tpot_s for m in metrics if m.tpot_s is not None]
-    return RequestMetrics(
-        queue_s=min((m.queue_s for m in metrics if m.queue_s is not None), default=None),
-        ttft_s=min((m.ttft_s for m in metrics if m.ttft_s is not None), default=None),
-        tpot_s=sum(tpot) / len(tpot) if tpot else None,
-        total_s=max((m.total_s for m in metrics if m.total_s is not None), default=None),
-        cached_tokens=sum(m.cached_tokens for m in metrics),
-        preemptions=sum(m.preemptions for m in metrics),
-    )
-
-
-def _as_batch(prompts: Any) -> list[Any]:
-    """One prompt or several? A list with an integer in it is one prompt, of token ids."""
-    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__"):
-        return [prompts]
-    items = list(prompts)
-    return [items] if any(_is_integer(item) for item in items) else items
-
-
-def _is_integer(value: Any) -> bool:
-    """True for an integer of any type. An array has `__index__` too, whatever its shape."""
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not getattr(value, "shape", ())
-
-
-def _one_each(params: Any, count: int, what: str) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} {what}", "sampling_params")
-    return list(params)
-
-
-def _as_int(value: Any) -> Any:
-    """A token id of any integer type (numpy's too) as int; what is none is passed on to `validate`."""
-    return value if isinstance(value, bool) or not _is_integer(value) else operator.index(value)
-
-
-def _check_text(text: Any, param: str) -> None:
-    """Refuse what no encoding can carry: half of a surrogate pair, as broken JSON escapes leave behind."""
-    if not isinstance(text, str):
-        raise RequestError(f"expected text, got {text!r}", param)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise RequestError(f"lone surrogate {code} at character {error.start} is not text", param) from None
-
-
-def _check_texts(value: Any, param: str) -> None:
-    """`_check_text` of every text within a JSON-like value."""
-    if isinstance(value, str):
-        _check_text(value, param)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_texts(key, param)
-            _check_texts(item, param)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _check_texts(item, param)

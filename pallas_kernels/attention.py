@@ -39,21 +39,25 @@ def paged_attention(
     *,
     decode_rows: int,
     scale: float,
+    window: int | None = None,
     backend: str,
 ) -> jax.Array:
     """Causal attention of packed queries over paged keys and values.
+
+    `window` W lets a query at position p see the keys p - W + 1 .. p only (Mistral, 2310.06825); pages that
+    lie wholly before that are not read, and their entries in the table may be 0.
 
     q [T, N, H]; k_pages, v_pages [M, K, Z, H]; returns [T, N, H] in q's dtype; softmax in float32. The
     first `decode_rows` tokens are one-query rows (see RaggedBatch). `reference.paged_attention` is the
     specification; `backend` is a name from `resolve_backend`.
     """
     function, _ = _BACKENDS[backend]
-    return function(q, k_pages, v_pages, batch, decode_rows=decode_rows, scale=scale)
+    return function(q, k_pages, v_pages, batch, decode_rows=decode_rows, scale=scale, window=window)
 
 
-def _reference(q, k_pages, v_pages, batch, *, decode_rows, scale):
+def _reference(q, k_pages, v_pages, batch, *, decode_rows, scale, window):
     del decode_rows  # the specification needs no hint about the shape of the batch
-    return reference.paged_attention(q, k_pages, v_pages, batch, scale=scale)
+    return reference.paged_attention(q, k_pages, v_pages, batch, scale=scale, window=window)
 
 
 _BACKENDS = {  # best first

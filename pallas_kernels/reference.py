@@ -9,9 +9,16 @@ from pallas_kernels.batch import RaggedBatch
 
 
 def paged_attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch, *, scale: float
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> jax.Array:
-    """softmax(q k^T * scale) v over the keys 0 .. positions[t] of each token's row, in float32.
+    """softmax(q k^T * scale) v over the keys 0 .. positions[t] of each token's row, in float32; with a
+    `window` W over positions[t] - W + 1 .. positions[t].
 
     q [T, N, H]; k_pages, v_pages [M, K, Z, H]; returns [T, N, H] in q's dtype. Query head n reads KV head
     n // G (G = N / K: repeated, not tiled). Padding tokens give zeros. Keys that a token may not see are
@@ -27,6 +34,8 @@ def paged_attention(
         return gathered.transpose(0, 1, 3, 2, 4).reshape(tokens, keys, kv_heads, width)
 
     visible = jnp.arange(keys, dtype=jnp.int32)[None, :] <= batch.positions[:, None]
+    if window is not None:
+        visible &= jnp.arange(keys, dtype=jnp.int32)[None, :] > batch.positions[:, None] - window
     visible &= (batch.token_row >= 0)[:, None]
     k = jnp.where(visible[:, :, None, None], dense(k_pages), 0.0)
     v = jnp.where(visible[:, :, None, None], dense(v_pages), 0.0)

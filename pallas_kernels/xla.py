@@ -25,7 +25,7 @@ _BLOCK_KEYS = 128  # most keys of a decoding row in a block; a short row pays fo
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) is 1 and is selected away, where -inf would give NaN
 
 
-@functools.partial(jax.jit, static_argnames=("decode_rows", "scale"))
+@functools.partial(jax.jit, static_argnames=("decode_rows", "scale", "window"))
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -34,15 +34,16 @@ def paged_attention(
     *,
     decode_rows: int,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are traced once."""
     dtype = q.dtype
     q = q.astype(jnp.float32) * scale
     parts = []
     if decode_rows:
-        parts.append(_decode(q[:decode_rows], k_pages, v_pages, batch))
+        parts.append(_decode(q[:decode_rows], k_pages, v_pages, batch, window))
     if decode_rows < q.shape[0]:
-        parts.append(_chunks(q, k_pages, v_pages, batch)[decode_rows:])
+        parts.append(_chunks(q, k_pages, v_pages, batch, window)[decode_rows:])
     return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
 
 
@@ -78,11 +79,12 @@ def _largest(scores: jax.Array) -> jax.Array:
     return jnp.max(scores, axis=-1)
 
 
-def _online_softmax(q, k_pages, v_pages, page_table, kv_len, last, block_pages):
-    """Attention of q [R, K, Q, H] over each row's pages, block by block, to the longest row's end.
+def _online_softmax(q, k_pages, v_pages, page_table, first, kv_len, last, block_pages, window):
+    """Attention of q [R, K, Q, H] over each row's pages, block by block: from the block where the first row's
+    keys begin to the one where the last row's end.
 
-    kv_len int32 [R]: keys of a row. last int32 [R | 1, Q | 1]: the last key position that a query sees. A
-    query that sees no key gets finite garbage; the caller drops it.
+    first, kv_len int32 [R]: a row's keys are first .. kv_len - 1. last int32 [R | 1, Q | 1]: the last key
+    position that a query sees. A query that sees no key gets finite garbage; the caller drops it.
     """
     rows, kv_heads, queries, width = q.shape
     block_keys = block_pages * k_pages.shape[2]
@@ -94,41 +96,58 @@ def _online_softmax(q, k_pages, v_pages, page_table, kv_len, last, block_pages):
         ids = lax.dynamic_slice_in_dim(page_table, index * block_pages, block_pages, axis=1)
         keys = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         seen = keys <= last[:, None, :, None]
+        if window is not None:
+            seen &= keys > last[:, None, :, None] - window
         k = _gather(k_pages, ids)
         scores = jnp.einsum("rkqh,rksh->rkqs", q, k)
         scores = jnp.where(seen, scores, _MASKED)
         peak = jnp.maximum(largest, _largest(scores))
-        # Every query sees key 0, so from the first block on `peak` is a real score and a masked one gives 0.
+        # Once a query has seen a key, `peak` is a real score and a masked one gives 0. What blocks before
+        # that added (each masked score weighs 1) is finite, and the first real score decays it to 0.
         weights = jnp.exp(scores - peak[..., None])
         decay = jnp.exp(largest - peak)
         total = total * decay + jnp.sum(weights, axis=-1)
         ids, weights = lax.optimization_barrier((ids, weights))
         v = _gather(v_pages, ids)
-        # A page beyond the row's end may hold NaN, and 0 * NaN is NaN: select before the product.
-        v = jnp.where((keys < kv_len[:, None])[:, None, :, None], v, 0.0)
+        # A page outside of the row's keys may hold NaN, and 0 * NaN is NaN: select before the product.
+        held = keys < kv_len[:, None]
+        if window is not None:
+            held &= keys >= first[:, None]
+        v = jnp.where(held[:, None, :, None], v, 0.0)
         out = out * decay[..., None] + jnp.einsum("rkqs,rksh->rkqh", weights, v)
         return peak, total, out
 
     shape = (rows, kv_heads, queries)
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
     blocks = (jnp.max(kv_len) + block_keys - 1) // block_keys
-    _, total, out = lax.fori_loop(0, blocks, body, start)
+    begin = 0 if window is None else jnp.min(jnp.where(kv_len > 0, first, jnp.max(kv_len))) // block_keys
+    _, total, out = lax.fori_loop(begin, blocks, body, start)
     return out / jnp.where(total > 0, total, 1.0)[..., None]  # no key at all: 0 / 1
 
 
-def _decode(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch) -> jax.Array:
+def _first_key(position: jax.Array, window: int | None) -> jax.Array:
+    """The first key that a query at `position` sees."""
+    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+
+
+def _decode(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch, window: int | None
+) -> jax.Array:
     """Rows of one query: q [D, N, H], row i of the table for token i."""
     rows, heads, width = q.shape
     kv_heads = k_pages.shape[1]
     table, kv_len = batch.page_table[:rows], batch.kv_len[:rows]
     block_pages = _block_pages(rows, k_pages, table.shape[1], _BLOCK_KEYS)
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
-    out = _online_softmax(grouped, k_pages, v_pages, table, kv_len, kv_len[:, None] - 1, block_pages)
+    first, last = _first_key(kv_len - 1, window), kv_len[:, None] - 1
+    out = _online_softmax(grouped, k_pages, v_pages, table, first, kv_len, last, block_pages, window)
     out = jnp.where((kv_len > 0)[:, None, None, None], out, 0.0)
     return out.reshape(rows, heads, width)
 
 
-def _chunks(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch) -> jax.Array:
+def _chunks(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch, window: int | None
+) -> jax.Array:
     """Rows of many queries, one tile at a time: q [T, N, H] -> [T, N, H]; other tokens keep zeros."""
     tokens, heads, width = q.shape
     kv_heads = k_pages.shape[1]
@@ -153,8 +172,10 @@ def _chunks(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedB
             # Rows of `queries` are g * Q + i; what lies past the tile's own tokens is dropped below.
             last = jnp.tile(jnp.where(place < count, position, 0), group)[None]
             table = lax.dynamic_slice_in_dim(batch.page_table, row, 1)
-            kv_len = position[count - 1][None] + 1
-            result = _online_softmax(queries, k_pages, v_pages, table, kv_len, last, block_pages)
+            first, kv_len = _first_key(position[:1], window), position[count - 1][None] + 1
+            result = _online_softmax(
+                queries, k_pages, v_pages, table, first, kv_len, last, block_pages, window
+            )
             result = result.reshape(kv_heads, group, size, width).transpose(2, 0, 1, 3)
             result = result.reshape(size, heads, width)
             # Tokens past the tile belong to another row, perhaps already done: keep what is there.

@@ -29,7 +29,7 @@ def compile_cache() -> None:
 
     `jax.config` is process-wide; tests that need no jax do not ask for this and do not import it.
     """
-    from jaxinfer.runtime.load import use_compile_cache
+    from jaxinfer.runtime.loading import use_compile_cache
 
     use_compile_cache(None)
 

@@ -1,8 +1,8 @@
 """A device made of Python lists, for tests of everything above the `Runner` protocol.
 
-It keeps (position, token) in pages as a real step keeps K/V, and chooses each token from the whole history
-as it READS IT BACK through the page table. A wrong page, a lost token, or a page handed out too early
-changes the answer, as it would on a device.
+It keeps each token in pages as a real step keeps K/V, and chooses each token from the history as it READS
+IT BACK through the page table: all of it, or the last W tokens where the model has a window. A wrong page, a
+lost token, or a page handed out too early changes the answer, as it would on a device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 from jaxinfer.core import Limits, Request, Sampled, SamplingParams, Slice, StepPlan, StepResult
 from jaxinfer.engine.validate import continuation_seed, validate
 
-GARBAGE = (-1, -1)
-"""What a page holds before anything was written to it, and after it was poisoned."""
+GARBAGE = (-1, -1, -1, -1)
+"""What a page holds before anything was written to it, and after it was poisoned. A written place holds
+(uid, epoch, position, token): what another sequence left, or this one before it was preempted, is garbage."""
 
 
 class DeviceError(RuntimeError):
@@ -32,6 +33,7 @@ class FakeRunner:
     fail_tokens, nan_tokens: a step raises, or a row yields NaN, when a sequence holds one of these tokens.
     fail_in: "dispatch" or "fetch" raises, and the content of every page is lost; or "host" does, before
     anything was written (`kv_lost` False).
+    window: how many tokens the model sees, where that is not what the limits let the engine know.
     """
 
     def __init__(
@@ -43,8 +45,11 @@ class FakeRunner:
         fail_tokens: Collection[int] = (),
         nan_tokens: Collection[int] = (),
         fail_in: str = "fetch",
+        window: int | None = None,
     ):
         self.limits = limits
+        self.window = window or limits.window
+        assert not (scripts and self.window), "a script goes by the prompt, and a window forgets it"
         self.scripts = dict(scripts or {})
         self.fail_steps, self.fail_tokens, self.nan_tokens = fail_steps, fail_tokens, nan_tokens
         self.fail_in = fail_in
@@ -58,7 +63,7 @@ class FakeRunner:
         number, self.dispatches = self.dispatches, self.dispatches + 1
         self.plans.append(plan)
         check_plan(plan, self.limits)
-        before = [list(cells) for cells in self.cells]
+        before = [list(cells) for cells in self.cells] if self.fail_in == "host" else []
         histories = [self._run(piece) for piece in plan.slices]
         if number in self.fail_steps or any(t in self.fail_tokens for h in histories for t in h):
             if self.fail_in == "host":
@@ -89,18 +94,20 @@ class FakeRunner:
             self.cells[page] = [GARBAGE] * self.limits.page_size
 
     def _run(self, piece: Slice) -> list[int]:
-        """Write a slice into its pages, then read the whole history back."""
-        size = self.limits.page_size
+        """Write a slice into its pages and read back all that its queries see; returns what the last sees."""
+        size, end = self.limits.page_size, piece.start + piece.count
         for position, token in enumerate(piece.tokens, piece.start):
-            self.cells[piece.pages[position // size]][position % size] = (position, token)
-        history = []
-        for position in range(piece.start + piece.count):
-            wrote_at, token = self.cells[piece.pages[position // size]][position % size]
-            if wrote_at != position:
+            page = piece.pages[position // size]
+            assert page > 0, f"position {position} is written into page 0: {piece}"
+            self.cells[page][position % size] = (piece.uid, piece.epoch, position, token)
+        seen = []
+        for position in range(first_seen(piece.start, self.window), end):
+            *written, token = self.cells[piece.pages[position // size]][position % size]
+            if written != [piece.uid, piece.epoch, position]:
                 self.garbage_reads += 1
                 token = -2
-            history.append(token)
-        return history
+            seen.append(token)
+        return seen[-(self.window or end) :]
 
     def _sample(self, piece: Slice, history: list[int]) -> Sampled:
         if any(token in self.nan_tokens for token in history):
@@ -121,6 +128,11 @@ class FakeRunner:
         return None
 
 
+def first_seen(position: int, window: int | None) -> int:
+    """The first position that the query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
 def next_token(
     history: list[int], sampling: SamplingParams, seed: int, held_back: Collection[int], vocab_size: int
 ) -> int:
@@ -135,6 +147,7 @@ def next_token(
 
 def expected(request: Request, limits: Limits, index: int = 0) -> tuple[tuple[int, ...], str]:
     """What FakeRunner makes of a request that runs alone, without pages or steps: tokens and reason."""
+    window = limits.window or limits.max_model_len
     sampling, history = request.sampling, list(request.prompt_token_ids)
     most = validate(request, limits)
     assert sampling.seed is not None or sampling.greedy, "only a seeded request can be foretold"
@@ -143,7 +156,7 @@ def expected(request: Request, limits: Limits, index: int = 0) -> tuple[tuple[in
     output: list[int] = []
     while True:
         hold = ending if len(output) < sampling.min_tokens else ()
-        token = next_token(history, sampling, seed, hold, limits.vocab_size)
+        token = next_token(history[-window:], sampling, seed, hold, limits.vocab_size)
         history.append(token)
         output.append(token)
         if token in ending:
@@ -159,10 +172,19 @@ def check_plan(plan: StepPlan, limits: Limits) -> None:
     kinds = [piece.count > 1 for piece in plan.slices]
     assert kinds == sorted(kinds), f"slices of one token come first: {kinds}"
     assert len({piece.uid for piece in plan.slices}) == len(plan.slices), plan
-    taken = [page for piece in plan.slices for page in piece.pages]
+    taken = [page for piece in plan.slices for page in piece.pages if page]
     assert len(set(taken)) == len(taken), f"a page is in two tables: {sorted(taken)}"
     for piece in plan.slices:
         assert piece.count >= 1, piece
-        assert all(0 < page < limits.num_pages for page in piece.pages), piece
-        assert len(piece.pages) == -(-(piece.start + piece.count) // limits.page_size), piece
+        end, first = piece.start + piece.count, first_seen(piece.start, limits.window)
+        assert len(piece.pages) == -(-end // limits.page_size), piece
+        for index, page in enumerate(piece.pages):
+            # Whatever no query of the slice sees has been given back, and nothing else has.
+            seen = (index + 1) * limits.page_size > first
+            assert (0 < page < limits.num_pages) if seen else page == 0, f"entry {index} of {piece}"
+        if limits.window is not None:
+            keys = limits.window - 1 + piece.count
+            assert sum(page > 0 for page in piece.pages) <= -(-(keys - 1) // limits.page_size) + 1, piece
+        assert piece.num_prompt >= 1, piece
+        assert end >= piece.num_prompt or not piece.emit, piece
         assert piece.start + piece.count < limits.max_model_len, piece

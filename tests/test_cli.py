@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 
 from jaxinfer import cli, progress
+from jaxinfer.cli import terminal
+from jaxinfer.cli.flags import EngineFlags, SamplingFlags
 from jaxinfer.core import Limits, RequestError, SamplingParams
 from jaxinfer.llm import LLM
 
@@ -65,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs a command in this process with a fake model; gives status, stdout and stderr."""
 
     def run(*arguments: str, stdin: str = "", **options) -> tuple[int, str, str]:
-        monkeypatch.setattr(cli, "load_llm", lambda model, engine: fake_llm(**options))
+        monkeypatch.setattr(EngineFlags, "load", lambda self, model: fake_llm(**options))
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         capsys.readouterr()
         try:
@@ -184,7 +186,7 @@ def test_a_failed_prompt_is_told_and_the_others_are_answered(run):
 
 
 def test_an_error_of_ours_is_named_and_shown_only_when_asked(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(cli, "load_llm", lambda model, engine: 1 / 0)
+    monkeypatch.setattr(EngineFlags, "load", lambda self, model: 1 / 0)
     assert cli.main(["generate", "m", "hi"]) == 1
     assert "unexpected ZeroDivisionError" in one_line(capsys.readouterr().err)
     monkeypatch.setenv("JAXINFER_DEBUG", "1")
@@ -193,14 +195,36 @@ def test_an_error_of_ours_is_named_and_shown_only_when_asked(monkeypatch: pytest
 
 
 def test_sampling_flags_are_the_sampling_params():
-    flags, params = (
-        {f.name: f.default for f in fields(kind)} for kind in (cli.SamplingFlags, SamplingParams)
-    )
+    flags, params = ({f.name: f.default for f in fields(kind)} for kind in (SamplingFlags, SamplingParams))
     refused = set(params) - set(flags)
-    assert flags == {name: value for name, value in params.items() if name not in refused}
+    assert set(flags) <= set(params)
+    assert SamplingFlags().given() == {}  # what is left out is the model's own
+    given = {
+        "n": 2, "max_tokens": 5, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
+        "seed": 0, "stop": ("x",), "stop_token_ids": (3,), "include_stop_str_in_output": True,
+        "ignore_eos": True, "logprobs": 0, "skip_special_tokens": False,
+    }  # fmt: skip
+    assert set(given) == set(flags)
+    assert SamplingFlags(**given).given() == given
     for name in refused:  # what is not served has no flag
         with pytest.raises(RequestError, match=f"{name} is not supported"):
             SamplingParams(**{name: 2})
+
+
+def test_flags_that_are_left_out_are_the_models_own(run, monkeypatch: pytest.MonkeyPatch):
+    own = SamplingParams(temperature=0.3, top_k=7, max_tokens=4)
+    seen: list[SamplingParams] = []
+    real = LLM.prepare
+
+    def prepare(self, prompt, sampling_params=None):
+        self.default_sampling = own
+        seen.append(real(self, prompt, sampling_params).sampling)
+        return real(self, prompt, sampling_params)
+
+    monkeypatch.setattr(LLM, "prepare", prepare)
+    assert run("generate", "m", "hi")[:2] == (0, HELLO[:4] + "\n")
+    assert run("generate", "m", "hi", "--max-tokens", "5", "--top-k", "0")[:2] == (0, HELLO[:5] + "\n")
+    assert seen == [own, SamplingParams(temperature=0.3, top_k=0, max_tokens=5)]
 
 
 # ---------------------------------------------------------------------------------------------- chat
@@ -226,7 +250,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(run, monkeypatch: pytest.Monkey
                 os.kill(os.getpid(), signal.SIGINT)
             yield event
 
-    monkeypatch.setattr(cli, "print_stream", interrupted)
+    monkeypatch.setattr(terminal, "print_stream", interrupted)
     status, out, err = run("chat", "m", stdin="hi\n")
     assert (status, out, err) == (0, " [stopped]\n", "")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -299,10 +323,11 @@ import sys, time
 sys.path.insert(0, "tests")
 import test_cli
 from jaxinfer import cli
+from jaxinfer.cli.flags import EngineFlags
 llm = test_cli.fake_llm()
 real = llm.engine.step
 llm.engine.step = lambda: (time.sleep(0.05), real())[1]
-cli.load_llm = lambda model, engine: llm
+EngineFlags.load = lambda self, model: llm
 flags = ["--port", "0", "--served-model-name", "org/fake", "--drain-seconds", sys.argv[1]]
 sys.exit(cli.main(["serve", "m", *flags]))
 """

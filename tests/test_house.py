@@ -26,9 +26,15 @@ ALLOWED = {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.text", "jaxinfer.presets",
         "jaxinfer.progress", "pallas_kernels", "checkpoints",
     },
+    "jaxinfer.arguments": {"jaxinfer.core"},
+    "jaxinfer.outputs": {"jaxinfer.core"},
     "jaxinfer.llm": {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.runtime", "jaxinfer.progress",
-        "jaxinfer.text",
+        "jaxinfer.text", "jaxinfer.arguments", "jaxinfer.outputs",
+    },
+    "jaxinfer.convert": {
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.text", "jaxinfer.progress",
+        "checkpoints",
     },
     "jaxinfer.server": {"jaxinfer.core", "jaxinfer.llm", "jaxinfer.text", "jaxinfer.engine"},
 }  # fmt: skip

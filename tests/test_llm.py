@@ -433,12 +433,14 @@ def test_a_model_is_loaded_through_the_runtime(monkeypatch: pytest.MonkeyPatch) 
             model_name="tiny",
             model_config=None,
             engine_config=config,
+            default_sampling=SamplingParams(top_k=3),
         )
 
-    monkeypatch.setattr(runtime, "load", load, raising=False)
+    monkeypatch.setattr(runtime, "load", load)
     llm = LLM("tiny", max_num_seqs=2, progress=False)
     assert asked == [("tiny", EngineConfig(max_num_seqs=2), False)]
     assert llm.model_name == "tiny"
+    assert llm.default_sampling == llm.prepare("a").sampling == SamplingParams(top_k=3)
     assert len(llm.generate("a", seeded())[0].outputs[0].token_ids) == 6
 
 

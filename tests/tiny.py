@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.config import EngineConfig, ModelConfig, Rope, StepShape, shape_ladder
+from jaxinfer.config import EngineConfig, LayerConfig, ModelConfig, Rope, StepShape, shape_ladder
 from jaxinfer.core import Limits, RequestOutput, SamplingParams
 from jaxinfer.llm import LLM
 from jaxinfer.model import weights
@@ -29,10 +29,9 @@ TINY = ModelConfig(
     vocab_size=300,
     hidden_size=64,
     intermediate_size=96,
-    num_layers=2,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=16,  # and not 64 / 8
+    layers=(LayerConfig(num_kv_heads=2),) * 2,
     max_position=512,
     rms_norm_eps=1e-5,
     rope=Rope(),
@@ -47,8 +46,13 @@ Modules that take this number and the default limits share their programs throug
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """TINY with some fields changed."""
-    return dataclasses.replace(TINY, **changes)
+    """TINY with fields changed. `num_layers`, `num_kv_heads`, `window` and `rotary` are for all layers."""
+    layer = dataclasses.replace(
+        TINY.layers[0],
+        **{name: changes.pop(name) for name in ("num_kv_heads", "window", "rotary") if name in changes},
+    )
+    layers = (layer,) * changes.pop("num_layers", TINY.num_layers)
+    return dataclasses.replace(TINY, **{"layers": layers, **changes})
 
 
 class Tensors:
@@ -57,14 +61,16 @@ class Tensors:
     def __init__(self, tensors: dict[str, np.ndarray]):
         self.tensors = tensors
 
+    path = Path("tensors")
+
     def names(self) -> tuple[str, ...]:
         return tuple(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
 
-    def read(self, name: str) -> np.ndarray:
-        return self.tensors[name]
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        return self.tensors[name][index]
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold the K/V of `num_tokens` tokens from position 0 on: ceil(num_tokens / page_size)."""
+    return -(-num_tokens // page_size)
+
+
 class PagePool:
     """Hands out page ids and takes them back; every operation costs O(pages it touches).
 

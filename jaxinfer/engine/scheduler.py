@@ -6,7 +6,9 @@
 
 Sequences are served in order of arrival, and two orders hold at all times: `running` and `waiting` are
 sorted by uid, and everything that runs is older than everything that waits. Pages are only ever taken
-from a younger sequence, so the oldest one always progresses and there is no livelock.
+from a younger sequence, so the oldest one always progresses and there is no livelock. With
+`limits.window` a page goes back as soon as no later query sees it, and a sequence of any length runs in a
+bounded number of pages.
 
 A worked example (a test runs it): pages of 4, 6 of them usable, budget 8; A has 6 prompt tokens, B has 3,
 and both generate 12. A cell is start+count of the slice.
@@ -33,13 +35,12 @@ from jaxinfer.core import (
     Limits,
     Sampled,
     Sequence,
-    Slice,
     Status,
     StepPlan,
     StepResult,
 )
-from jaxinfer.engine.pages import PagePool
-from jaxinfer.engine.validate import held_back_ids, pages_for
+from jaxinfer.engine.draft import Draft
+from jaxinfer.engine.pages import PagePool, pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-            if getattr(limits, name) < 1:
-                raise ConfigError(f"limits: {name} must be at least 1, got {getattr(limits, name)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "window"):
+            if (value := getattr(limits, name)) is not None and value < 1:
+                raise ConfigError(f"limits: {name} must be at least 1, got {value}")
         self.limits = limits
         self.clock = clock
         self.pool = PagePool(limits.num_pages)
@@ -71,9 +72,9 @@ class Scheduler:
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.preemptions = 0
         self._next_step = 0
-        # Planned and neither committed nor failed: step -> uids. Pages given back meanwhile by a sequence
-        # of such a step are parked until it retires, because the step may still read and write them.
-        self._in_flight: dict[int, frozenset[int]] = {}
+        # Planned and neither committed nor failed: step -> uid -> start of its slice. Pages given back
+        # meanwhile are parked until the last such step that may still read or write them retires.
+        self._in_flight: dict[int, dict[int, int]] = {}
         self._parked: dict[int, list[int]] = {}
         # After a failed step of several: uid -> the `computed` that clears it. See `fail`.
         self._suspects: dict[int, int] = {}
@@ -111,7 +112,7 @@ class Scheduler:
         """
         # A slice carries its tokens, and the token of a step in flight is not known yet.
         assert not self._in_flight, f"steps {list(self._in_flight)} are neither committed nor failed"
-        draft = _Draft(self.limits)
+        draft = Draft(self.limits)
         if not (self._suspects and self._plan_suspect(draft)):
             for sequence in tuple(self.running):
                 if sequence.pending == 1:
@@ -124,12 +125,10 @@ class Scheduler:
             assert not self.has_unfinished, f"nothing can be scheduled: {self}"
             return None
         step, self._next_step = self._next_step, self._next_step + 1
-        slices = [self._slice(sequence, count) for sequence, count in draft.counts.values()]
-        slices.sort(key=lambda s: s.count > 1)  # slices of one token first, otherwise as planned
-        self._in_flight[step] = frozenset(draft.counts)
-        return StepPlan(step, tuple(slices), tuple(draft.preempted))
+        self._in_flight[step] = draft.starts()
+        return draft.plan(step)
 
-    def _plan(self, draft: _Draft, sequence: Sequence) -> bool:
+    def _plan(self, draft: Draft, sequence: Sequence) -> bool:
         """Give `sequence` a slice as far as budget and pages reach; False when it gets none.
 
         When no page is free the youngest running sequence is preempted, if it is younger than this one.
@@ -139,10 +138,10 @@ class Scheduler:
             return False
         return self._plan_anyhow(draft, sequence)
 
-    def _plan_anyhow(self, draft: _Draft, sequence: Sequence) -> bool:
+    def _plan_anyhow(self, draft: Draft, sequence: Sequence) -> bool:
         size = self.limits.page_size
         while count := draft.room(sequence):
-            held = len(sequence.pages)
+            held = len(sequence.pages)  # the released ones too: their positions need no page any more
             count = min(count, (held + self.pool.num_free) * size - sequence.computed)
             if count > 0:
                 more = self.pool.allocate(pages_for(sequence.computed + count, size) - held)
@@ -157,7 +156,7 @@ class Scheduler:
             self._preempt(youngest, draft)
         return False
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Start waiting sequences, in order; the first that cannot start holds back those behind it."""
         if draft.preempted:
             return  # whoever was preempted would be the first to come back, and to be preempted again
@@ -172,17 +171,21 @@ class Scheduler:
     def _fits(self, sequence: Sequence) -> bool:
         """True when the pool holds all that will be wanted soon, with `sequence` admitted.
 
-        Soon: its own tokens so far, and one more page of each, but never more than it can ever use. An
-        admission with less would be preempted before it has paid for its prefill. A sequence that is
-        alone always fits, or `validate` would have refused it.
+        Soon: its own tokens so far, and one more page of each, but never more than it can ever use at a
+        time. An admission with less would be preempted before it has paid for its prefill. A sequence that
+        is alone always fits, or `validate` would have refused it.
         """
-        wanted = sum(self._soon(s) - len(s.pages) for s in self.running)
+        wanted = sum(self._soon(s) - s.live_pages for s in self.running)
         return wanted + self._soon(sequence) <= self.pool.num_free
 
     def _soon(self, sequence: Sequence) -> int:
-        size = self.limits.page_size
+        """Pages; never fewer than it holds, its slice of this step included."""
+        limits = self.limits
         last = sequence.num_prompt + sequence.max_tokens - 1  # the last token generated needs no K/V
-        return pages_for(min(len(sequence.tokens) + size, last), size)
+        # With a window: pages for whole chunks. It could go on with fewer, by a few tokens in each step.
+        chunk = min(sequence.pending, limits.max_num_batched_tokens)
+        most = limits.most_pages(min(len(sequence.tokens) + limits.page_size, last), chunk)
+        return min(most, limits.usable_pages)
 
     def _start(self, sequence: Sequence) -> None:
         del self.waiting[sequence.uid]
@@ -191,27 +194,12 @@ class Scheduler:
             sequence.first_scheduled_at = self.clock()
         self.running.append(sequence)
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
         draft.drop(sequence)
         draft.preempted.append(sequence.uid)
         sequence.preemptions += 1
         self.preemptions += 1
         self._requeue(sequence)
-
-    def _slice(self, sequence: Sequence, count: int) -> Slice:
-        start, sampling = sequence.computed, sequence.request.sampling
-        hold = sequence.num_output < sampling.min_tokens
-        return Slice(
-            uid=sequence.uid,
-            start=start,
-            tokens=(sequence.tokens[start],) if count == 1 else tuple(sequence.tokens[start : start + count]),
-            pages=tuple(sequence.pages),
-            emit=start + count == len(sequence.tokens),
-            sampling=sampling,
-            seed=sequence.seed,
-            held_back=held_back_ids(sampling, self.limits.eos_token_ids) if hold else (),
-            epoch=sequence.epoch,
-        )
 
     # -------------------------------------------------------------------------------------- record
 
@@ -227,6 +215,7 @@ class Scheduler:
             if sequence is None:
                 continue
             sequence.computed = piece.start + piece.count
+            self._release_behind(sequence)
             if self._suspects and sequence.computed >= self._suspects.get(piece.uid, sequence.computed + 1):
                 del self._suspects[piece.uid]
             if not piece.emit:
@@ -295,7 +284,7 @@ class Scheduler:
         for sequence in reversed(tuple(self.running)):
             self._requeue(sequence)
 
-    def _plan_suspect(self, draft: _Draft) -> bool:
+    def _plan_suspect(self, draft: Draft) -> bool:
         """Plan the next suspect alone, if it is its turn and it gets pages.
 
         While it cannot, whoever runs already goes on; they are older, and end or need its pages some day.
@@ -322,11 +311,28 @@ class Scheduler:
         del self._in_flight[plan.step]
         self.pool.free(self._parked.pop(plan.step, ()))
 
+    def _release_behind(self, sequence: Sequence) -> None:
+        """Give back the pages that no query from `computed` on sees.
+
+        A step in flight that starts at `computed` or later neither sees nor writes them, so they are free at
+        once. Only one that was planned with an earlier start (its result is void, but it runs) may still
+        read them: they are parked until it retires.
+        """
+        start, first, seen = sequence.computed, sequence.released, self.limits.first_page(sequence.computed)
+        if first == seen:
+            return
+        pages, sequence.pages[first:seen] = sequence.pages[first:seen], [0] * (seen - first)
+        sequence.released = seen
+        self._free(pages, [n for n, at in self._in_flight.items() if at.get(sequence.uid, start) < start])
+
     def _release(self, sequence: Sequence) -> None:
-        """Give the pages back, at once or when the last step in flight that touches them retires."""
-        pages, sequence.pages = sequence.pages, []
+        """Give all pages back."""
+        pages, sequence.pages, sequence.released = sequence.pages[sequence.released :], [], 0
         sequence.epoch += 1
-        steps = [step for step, uids in self._in_flight.items() if sequence.uid in uids]
+        self._free(pages, [n for n, at in self._in_flight.items() if sequence.uid in at])
+
+    def _free(self, pages: list[int], steps: list[int]) -> None:
+        """Free pages: at once, or when the last of `steps`, which are in flight and may use them, retires."""
         if steps:
             self._parked.setdefault(max(steps), []).extend(pages)
         else:
@@ -355,19 +361,26 @@ class Scheduler:
     def check(self) -> list[str]:
         """What is wrong with the books, one sentence each; an empty list when all is well."""
         problems = self.pool.check()
-        holders = Counter(page for s in self.running for page in s.pages)
+        holders = Counter(page for s in self.running for page in s.pages[s.released :])
         holders.update(page for pages in self._parked.values() for page in pages)
+        if holders.pop(0, 0):
+            problems.append("page 0 is in a table where a page should be")
         wrong = {p: n for p, n in holders.items() if self.pool.count(p) != n}
         if wrong or len(holders) != self.pool.num_live:
             problems.append(
                 f"{self.pool} but tables hold {len(holders)}; counts differ at {sorted(wrong)[:8]}"
             )
-        size = self.limits.page_size
+        limits = self.limits
         for s in self.running:
-            if s.status is not Status.RUNNING or len(s.pages) < pages_for(s.computed, size) or s.pending < 1:
+            covered = len(s.pages) >= pages_for(s.computed, limits.page_size)
+            if s.status is not Status.RUNNING or not covered or s.pending < 1:
                 problems.append(f"{s} should not run")
+            if s.released != limits.first_page(s.computed) or any(s.pages[: s.released]):
+                problems.append(f"{s} keeps pages behind its window, or gave back what it sees")
+            if s.live_pages > limits.pages_per_sequence:
+                problems.append(f"{s} holds more than {limits.pages_per_sequence} pages")
         for s in self.waiting.values():
-            if s.status is not Status.WAITING or s.pages or s.computed:
+            if s.status is not Status.WAITING or s.pages or s.released or s.computed:
                 problems.append(f"{s} should not wait")
         order = [s.uid for s in self.running] + list(self.waiting)
         if order != sorted(order):
@@ -378,30 +391,3 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"Scheduler({len(self.running)} running, {len(self.waiting)} waiting, {self.pool})"
-
-
-class _Draft:
-    """The step being decided: what each chosen sequence runs, and what is left to share out."""
-
-    __slots__ = ("budget", "counts", "preempted")
-
-    def __init__(self, limits: Limits):
-        self.budget = limits.max_num_batched_tokens
-        self.counts: dict[int, tuple[Sequence, int]] = {}
-        self.preempted: list[int] = []
-
-    def room(self, sequence: Sequence) -> int:
-        """Tokens of `sequence` for which budget is left."""
-        return min(sequence.pending, self.budget)
-
-    def take(self, sequence: Sequence, count: int) -> None:
-        self.budget -= count
-        self.counts[sequence.uid] = (sequence, count)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence's slice, if it has one; what it would have used is left again.
-
-        It has one when it decodes beside an older one's chunks: a suspect ran alone while that one waited.
-        """
-        _, count = self.counts.pop(sequence.uid, (sequence, 0))
-        self.budget += count

@@ -9,16 +9,12 @@ from __future__ import annotations
 from jaxinfer.core import MAX_HELD_BACK, Limits, Request, RequestError, SamplingParams
 
 
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold the K/V of `num_tokens` tokens: ceil(num_tokens / page_size)."""
-    return -(-num_tokens // page_size)
-
-
 def validate(request: Request, limits: Limits, *, has_tokenizer: bool = True) -> int:
     """Check a request against what the engine holds; returns the tokens each continuation may generate.
 
     That is `max_tokens` where given. Where omitted it is what the model's limit and the pool hold.
-    The last generated token needs no K/V, so P prompt and N generated tokens need pages for P + N - 1.
+    The last generated token needs no K/V, so P prompt and N generated tokens need pages for P + N - 1. With
+    a window W any length runs where W - 1 keys and the token that sees them find a place.
 
     Raises RequestError, naming the field and all the numbers, for a request that cannot be served.
     """
@@ -76,15 +72,19 @@ def _check_stops(sampling: SamplingParams, limits: Limits, has_tokenizer: bool) 
         raise RequestError(
             "stop strings need a tokenizer, and this model has none; use stop_token_ids instead", "stop"
         )
-    held = len(held_back_ids(sampling, limits.eos_token_ids)) if sampling.min_tokens else 0
-    if held > MAX_HELD_BACK:
+    held = held_back_ids(sampling, limits.eos_token_ids) if sampling.min_tokens else ()
+    if len(held) > MAX_HELD_BACK:
         raise RequestError(
-            f"min_tokens would hold back {held} ids (EOS and stop_token_ids); at most {MAX_HELD_BACK} can be",
+            f"min_tokens would hold back {len(held)} ids (EOS and stop_token_ids); "
+            f"at most {MAX_HELD_BACK} can be",
             "stop_token_ids",
         )
-    if held >= vocab:
+    # The rows of an output matrix past the tokenizer's last id are never chosen, so they leave no choice.
+    choices = vocab if limits.sampled_vocab is None else limits.sampled_vocab
+    if sum(token < choices for token in held) >= choices:
         raise RequestError(
-            f"min_tokens {sampling.min_tokens}: every one of the {vocab} tokens would be held back",
+            f"min_tokens {sampling.min_tokens}: every one of the {choices} tokens that can be sampled would "
+            "be held back",
             "min_tokens",
         )
 
@@ -104,19 +104,22 @@ def _check_length(num_prompt: int, sampling: SamplingParams, limits: Limits) -> 
             "max_tokens",
         )
     pages, size = limits.usable_pages, limits.page_size
-    capacity = pages * size
+    # Token by token is how a sequence runs when pages are short: then it needs the fewest at a time.
+    fits = limits.most_pages(limit - 1, 1) <= pages
+    capacity = limit - 1 if fits else pages * size
     pool = f"the KV pool has {pages} pages of {size} tokens"
+    window = "" if limits.window is None else f" for its window of {limits.window} tokens"
     if num_prompt > capacity:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens and needs {pages_for(num_prompt, size)} pages; {pool} "
-            f"({capacity} tokens); shorten the prompt or start with more num_pages",
+            f"the prompt has {num_prompt} tokens and needs {limits.most_pages(num_prompt, 1)} pages{window}; "
+            f"{pool} ({capacity} tokens); shorten the prompt or start with more num_pages",
             "prompt",
         )
-    most = min(limit, capacity + 1) - num_prompt
+    most = capacity + 1 - num_prompt
     if asked is not None and asked > most:
         raise RequestError(
             f"{num_prompt} tokens of prompt and max_tokens {asked} need "
-            f"{pages_for(num_prompt + asked - 1, size)} pages; {pool} ({capacity} tokens); "
+            f"{limits.most_pages(num_prompt + asked - 1, 1)} pages{window}; {pool} ({capacity} tokens); "
             f"ask for at most {most} or start with more num_pages",
             "max_tokens",
         )

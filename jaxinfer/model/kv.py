@@ -16,8 +16,8 @@ from jaxinfer.config import ModelConfig
 
 
 class KVState(NamedTuple):
-    """k[l], v[l]: [M, K, Z, H] of layer l. A tuple over layers, so that donated pages are updated in place
-    (a scan over a stacked array would copy the pool) and layers may differ."""
+    """k[l], v[l]: [M, K, Z, H] of layer l, which has a K of its own. A tuple over layers, so that donated
+    pages are updated in place (a scan over a stacked array would copy the pool) and layers may differ."""
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
@@ -40,10 +40,10 @@ class WriteSlots(NamedTuple):
 
 def create_kv(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVState:
     """A pool of zeros (zeros, not empty: uninitialised memory could hold NaN)."""
-    shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
 
     def pages() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+        shapes = [(num_pages, layer.num_kv_heads, page_size, config.head_dim) for layer in config.layers]
+        return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
     return KVState(pages(), pages())
 

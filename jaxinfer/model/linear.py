@@ -21,8 +21,13 @@ class RowMajor:
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return outputs, inputs
 
-    def pack(self, weight: np.ndarray) -> np.ndarray:
-        return weight
+    def store(self, packed: np.ndarray, start: int, weight: np.ndarray) -> None:
+        """Put the rows `weight` [n, in] at start .. start + n - 1 of a weight [out, in], in its dtype."""
+        packed[start : start + len(weight)] = weight
+
+    def source(self, index: tuple[slice, ...], outputs: int, inputs: int) -> tuple[range, range]:
+        """Which rows and columns of the checkpoint's [out, in] the part `index` of the weight holds."""
+        return range(outputs)[index[0]], range(inputs)[index[1]]
 
     def matmul(self, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         """x [T, in] times the weight transposed -> [T, out] in `dtype` (None: that of x)."""
@@ -48,10 +53,19 @@ class Blocked:
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return outputs // self.block, inputs, self.block
 
-    def pack(self, weight: np.ndarray) -> np.ndarray:
-        """[out, in] -> [out / block, in, block]; element (o, i) moves to (o // block, i, o % block)."""
-        blocks = weight.reshape(-1, self.block, weight.shape[1])
-        return np.ascontiguousarray(blocks.transpose(0, 2, 1))
+    def store(self, packed: np.ndarray, start: int, weight: np.ndarray) -> None:
+        """Element (o, i) of a weight [out, in] lies at (o // block, i, o % block)."""
+        done = 0
+        while done < len(weight):
+            block, place = divmod(start + done, self.block)
+            count = min(self.block - place, len(weight) - done)
+            packed[block, :, place : place + count] = weight[done : done + count].T
+            done += count
+
+    def source(self, index: tuple[slice, ...], outputs: int, inputs: int) -> tuple[range, range]:
+        blocks, columns, inside = range(outputs // self.block)[index[0]], range(inputs)[index[1]], index[2]
+        assert range(self.block)[inside] == range(self.block), f"a block cannot be cut: {index}"
+        return range(blocks.start * self.block, blocks.stop * self.block), columns
 
     def matmul(self, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         if x.shape[0] == 1:  # one row leaves the fast products for a slower path, two do not

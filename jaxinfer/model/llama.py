@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import LayerConfig, ModelConfig
 from jaxinfer.model import kv as kv_state
 from jaxinfer.model import rope
 from jaxinfer.model.kv import KVState, WriteSlots
@@ -85,14 +85,16 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention (2305.13245) over pages. Query head i reads KV head i // G."""
 
-    def __init__(self, config: ModelConfig, build: Build):
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    def __init__(self, config: ModelConfig, layer: LayerConfig, build: Build):
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, layer.num_kv_heads, config.head_dim
+        self.rotary, self.window = layer.rotary, layer.window
         self.backend = build.attention_backend
         outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = Linear(config.hidden_size, outputs, build, bias=config.attention_bias)
-        self.output = Linear(
-            self.heads * self.head_dim, config.hidden_size, build, bias=config.attention_output_bias
-        )
+        self.qkv = Linear(config.hidden_size, outputs, build, bias=config.qkv_bias)
+        head_norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, build)
+        self.q_norm = head_norm() if config.qk_norm else None
+        self.k_norm = head_norm() if config.qk_norm else None
+        self.output = Linear(self.heads * self.head_dim, config.hidden_size, build, bias=config.output_bias)
 
     def __call__(
         self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, step: StepContext, decode_rows: int
@@ -101,13 +103,16 @@ class Attention(nnx.Module):
         tokens = x.shape[0]
         heads = self.qkv(x).reshape(tokens, -1, self.head_dim)  # [T, N + 2 K, H]
         q, k, v = jnp.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
-        q = rope.rotate(q, step.cos, step.sin)
-        k = rope.rotate(k, step.cos, step.sin)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary:
+            q = rope.rotate(q, step.cos, step.sin)
+            k = rope.rotate(k, step.cos, step.sin)
         k_pages = kv_state.write_layer(k_pages, k, step.slots)
         v_pages = kv_state.write_layer(v_pages, v, step.slots)
         attended = pallas_kernels.paged_attention(
-            q, k_pages, v_pages, step.batch,
-            decode_rows=decode_rows, scale=self.head_dim**-0.5, backend=self.backend,
+            q, k_pages, v_pages, step.batch, decode_rows=decode_rows,
+            scale=self.head_dim**-0.5, window=self.window, backend=self.backend,
         )  # fmt: skip
         return self.output(attended.reshape(tokens, -1)), k_pages, v_pages
 
@@ -126,9 +131,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: ModelConfig, build: Build):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, build: Build):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.attention = Attention(config, build)
+        self.attention = Attention(config, layer, build)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.mlp = MLP(config, build)
 
@@ -152,7 +157,7 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, build: Build):
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nnx.List([Layer(config, build) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, layer, build) for layer in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.head = (
             None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, build)
@@ -164,11 +169,16 @@ class Llama(nnx.Module):
         kv: KVState,
         batch: pallas_kernels.RaggedBatch,
         slots: WriteSlots,
+        num_prompt: jax.Array,
         *,
         decode_rows: int,
     ) -> tuple[jax.Array, KVState]:
-        """token_ids int32 [T] -> (hidden [T, D] before the last norm, the KVState with this step written)."""
-        cos, sin = rope.rotation(self.config.rope, self.config.head_dim, batch.positions)
+        """token_ids int32 [T] -> (hidden [T, D] before the last norm, the KVState with this step written).
+
+        num_prompt int32 [B]: the length of each row's prompt, for position embeddings that depend on it.
+        """
+        lengths = jnp.maximum(batch.positions + 1, num_prompt[batch.token_row])
+        cos, sin = rope.rotation(self.config.rope, self.config.head_dim, batch.positions, lengths)
         step = StepContext(batch, slots, cos, sin)
         x = self.embedding(token_ids)
         k_pages, v_pages = list(kv.k), list(kv.v)

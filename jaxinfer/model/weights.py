@@ -6,9 +6,12 @@ is anything that lists, measures and reads tensors by name.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +20,27 @@ from flax import nnx
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.core import ConfigError
-from jaxinfer.model.linear import RowMajor, layout_for
+from jaxinfer.model.linear import Layout, RowMajor, layout_for
 from jaxinfer.model.llama import Build, abstract_model
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Source(Protocol):
     """Tensors by Hugging Face name, in its layout ([out, in] for a weight)."""
 
+    @property
+    def path(self) -> Path:
+        """What messages call the source."""
+        ...
+
     def names(self) -> tuple[str, ...]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,7 @@ class Parameter:
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
     """Every parameter of the model, in the order of a forward pass."""
     d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * h, config.num_kv_heads * h
+    q = config.num_heads * h
 
     def linear(path: tuple, names: tuple[str, ...], outs: tuple[int, ...], inputs: int, bias: bool):
         yield Parameter(
@@ -56,22 +68,26 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
         if bias:
             yield Parameter((*path, "bias"), tuple(f"{n}.bias" for n in names), tuple((o,) for o in outs))
 
-    yield Parameter(("embedding", "weight"), ("model.embed_tokens.weight",), ((config.vocab_size, d),))
-    for i in range(config.num_layers):
+    yield Parameter(("embedding", "weight"), (EMBEDDING,), ((config.vocab_size, d),))
+    for i, layer in enumerate(config.layers):
+        kv = layer.num_kv_heads * h
         hf, at = f"model.layers.{i}", ("layers", i)
         attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
         yield Parameter((*at, "attention_norm", "weight"), (f"{hf}.input_layernorm.weight",), ((d,),))
         names = tuple(f"{attention}.{x}_proj" for x in "qkv")
-        yield from linear((*at, "attention", "qkv"), names, (q, kv, kv), d, config.attention_bias)
+        yield from linear((*at, "attention", "qkv"), names, (q, kv, kv), d, config.qkv_bias)
+        if config.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                yield Parameter((*at, "attention", norm, "weight"), (f"{attention}.{norm}.weight",), ((h,),))
         name = (f"{attention}.o_proj",)
-        yield from linear((*at, "attention", "output"), name, (d,), q, config.attention_output_bias)
+        yield from linear((*at, "attention", "output"), name, (d,), q, config.output_bias)
         yield Parameter((*at, "mlp_norm", "weight"), (f"{hf}.post_attention_layernorm.weight",), ((d,),))
         names = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
         yield from linear((*at, "mlp", "gate_up"), names, (f, f), d, config.mlp_bias)
         yield from linear((*at, "mlp", "down"), (f"{mlp}.down_proj",), (d,), f, config.mlp_bias)
     yield Parameter(("norm", "weight"), ("model.norm.weight",), ((d,),))
     if not config.tie_word_embeddings:
-        yield Parameter(("head", "weight"), ("lm_head.weight",), ((config.vocab_size, d),))
+        yield Parameter(("head", "weight"), (HEAD,), ((config.vocab_size, d),))
 
 
 # Tensors that checkpoints carry though the model derives them: tied heads, old rotary buffers.
@@ -81,7 +97,7 @@ _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb
 def check_names(config: ModelConfig, source: Source) -> None:
     """Every parameter must be in the source with its shape, and nothing else may be there unread.
 
-    Raises ConfigError naming the tensor.
+    Raises ConfigError naming the source and the tensor.
     """
     present = set(source.names())
     wanted: set[str] = set()
@@ -89,15 +105,17 @@ def check_names(config: ModelConfig, source: Source) -> None:
         for name, shape in zip(parameter.tensors, parameter.shapes, strict=True):
             wanted.add(name)
             if name not in present:
-                raise ConfigError(f"the checkpoint has no tensor {name!r}, which this model needs")
+                raise ConfigError(f"{source.path}: no tensor {name!r}, which this model needs")
             if tuple(source.shape(name)) != shape:
-                raise ConfigError(f"tensor {name!r} has shape {tuple(source.shape(name))}, expected {shape}")
+                raise ConfigError(
+                    f"{source.path}: tensor {name!r} has shape {tuple(source.shape(name))}, expected {shape}"
+                )
     extra = {n for n in present - wanted if not n.endswith(_DERIVED_SUFFIXES)}
     if config.tie_word_embeddings:
-        extra.discard("lm_head.weight")
+        extra.discard(HEAD)
     if extra:
         shown = ", ".join(sorted(extra)[:5])
-        raise ConfigError(f"the checkpoint has {len(extra)} tensors that this model does not use: {shown}")
+        raise ConfigError(f"{source.path}: {len(extra)} tensors that this model does not use: {shown}")
 
 
 def load_params(
@@ -105,29 +123,92 @@ def load_params(
     build: Build,
     source: Source,
     *,
-    device: Any = None,
+    sharding: Callable[[Parameter], jax.sharding.Sharding] | None = None,
     on_tensor: Callable[[int], None] = lambda count: None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Read every parameter once, put it in its layout and dtype, and hand it to the device at once.
+    """Read every parameter once, in its layout and dtype, straight to the device.
 
-    Host memory above the loaded parameters stays within three times the largest one: what was read, its
-    cast and its packed copy. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
+    `sharding` of a parameter says which part of it lies on which device (None: all on the default device);
+    only the parts of this process's devices are read, one after the other. Host memory above the loaded
+    parameters stays within the part being placed (on CPU that is the parameter itself) and
+    READ_BYTES of what is read. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
     extra or mis-shaped tensor.
     """
     check_names(config, source)
+    _warn_of_another_head(config, source)
 
     def read(parameter: Parameter) -> jax.Array:
-        parts = [np.asarray(source.read(name)) for name in parameter.tensors]
-        value = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        value = value.astype(build.dtype, copy=False)
-        layout = layout_for(build.platform, parameter.outputs) if value.ndim == 2 else RowMajor()
-        packed = layout.pack(value)
-        if not packed.flags.owndata:  # a view of the file: on CPU the parameter would keep it mapped
-            packed = packed.copy()
+        outputs, shape = parameter.outputs, parameter.shapes[0]
+        layout = layout_for(build.platform, outputs) if len(shape) == 2 else RowMajor()
+        if sharding is None:
+            value = jax.device_put(_read(parameter, layout, build.dtype, source))
+        else:
+            whole = layout.shape(outputs, shape[1]) if len(shape) == 2 else (outputs,)
+            value = jax.make_array_from_callback(
+                whole,
+                sharding(parameter),
+                lambda index: _read(parameter, layout, build.dtype, source, index or ()),
+            )
         on_tensor(1)
-        return jax.device_put(packed, device)
+        return value
 
     return _fill(config, build, read)
+
+
+def _warn_of_another_head(config: ModelConfig, source: Source) -> None:
+    """A tied model may carry an lm_head, which is not used; if it is another, implementations disagree."""
+    if not config.tie_word_embeddings or HEAD not in source.names():
+        return
+    step = max(1, READ_BYTES // (4 * config.hidden_size))
+    parts = [(slice(start, start + step),) for start in range(0, config.vocab_size, step)]
+    if any(not np.array_equal(source.read(HEAD, at), source.read(EMBEDDING, at)) for at in parts):
+        logger.warning(
+            "tie_word_embeddings is true, but %s differs from %s: the embedding is used for both; "
+            "set tie_word_embeddings to false in config.json to use it",
+            HEAD,
+            EMBEDDING,
+        )
+
+
+READ_BYTES = 16 << 20
+"""Most float32 bytes that are read at once, while a large tensor is loaded."""
+
+
+def _read(
+    parameter: Parameter,
+    layout: Layout,
+    dtype: jnp.dtype,
+    source: Source,
+    index: tuple[slice, ...] = (),
+) -> np.ndarray:
+    """The part `index` of a parameter as it lies in its layout, put together from its tensors' rows."""
+    index = (*index, *(slice(None),) * (3 - len(index)))
+    width = parameter.shapes[0][1:]
+    if width:
+        rows, columns = layout.source(index, parameter.outputs, width[0])
+        packed = _aligned(layout.shape(len(rows), len(columns)), dtype)
+        most_rows = max(1, READ_BYTES // (4 * max(1, len(columns))))
+        rest = (slice(columns.start, columns.stop),)
+    else:
+        rows, most_rows, rest = range(parameter.outputs)[index[0]], parameter.outputs, ()
+        packed = _aligned((len(rows),), dtype)
+    first = 0  # of the tensor's rows among the parameter's
+    for name, shape in zip(parameter.tensors, parameter.shapes, strict=True):
+        begin, end = max(rows.start, first), min(rows.stop, first + shape[0])
+        for start in range(begin, end, most_rows):
+            stop = min(start + most_rows, end)
+            part = source.read(name, (slice(start - first, stop - first), *rest))
+            layout.store(packed, start - rows.start, part)
+        first += shape[0]
+    return packed
+
+
+def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    """An array that begins at a multiple of 64 bytes: JAX takes it over on CPU, where it copies any other."""
+    count = math.prod(shape) * dtype.itemsize
+    memory = np.empty(count + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + count].view(dtype).reshape(shape)
 
 
 def random_params(
@@ -138,13 +219,17 @@ def random_params(
 
     def draw(parameter: Parameter) -> jax.Array:
         shape = (parameter.outputs, *parameter.shapes[0][1:])
-        if "norm" in str(parameter.path[-2]):
-            on_tensor(1)
-            return jnp.ones(shape, build.dtype)
-        value = (generator.standard_normal(shape, np.float32) * 0.02).astype(build.dtype)
-        layout = layout_for(build.platform, parameter.outputs) if value.ndim == 2 else RowMajor()
         on_tensor(1)
-        return jax.device_put(layout.pack(value))
+        if "norm" in str(parameter.path[-2]):
+            return jnp.ones(shape, build.dtype)
+        value = generator.standard_normal(shape, np.float32)
+        value *= 0.02
+        if value.ndim == 1:
+            return jax.device_put(value.astype(build.dtype))
+        layout = layout_for(build.platform, parameter.outputs)
+        packed = _aligned(layout.shape(*shape), build.dtype)
+        layout.store(packed, 0, value)
+        return jax.device_put(packed)
 
     return _fill(config, build, draw)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def layout(shape: StepShape, table_width: int) -> Layout:
     large, small = tile_capacity(shape.chunk_tokens, shape.chunk_rows)
     sizes = {
         "tokens": (t,), "positions": (t,), "token_row": (t,), "page_ids": (t,), "offsets": (t,),
-        "page_table": (b, table_width), "kv_len": (b,), "emit": (b,),
+        "page_table": (b, table_width), "kv_len": (b,), "emit": (b,), "num_prompt": (b,),
         "large_tiles": (large, 3), "small_tiles": (small, 3), "num_tiles": (2,),
         "temperature": (b,), "top_k": (b,), "top_p": (b,), "min_p": (b,), "top_logprobs": (b,),
         "seed": (b, 2), "sample_position": (b,), "held_back": (b, MAX_HELD_BACK),
@@ -83,7 +83,14 @@ def choose_shape(plan: StepPlan, ladder: tuple[StepShape, ...]) -> StepShape:
 
 
 def pack(
-    plan: StepPlan, shape: StepShape, *, table_width: int, page_size: int, num_pages: int, vocab_size: int
+    plan: StepPlan,
+    shape: StepShape,
+    *,
+    table_width: int,
+    page_size: int,
+    num_pages: int,
+    vocab_size: int,
+    window: int | None = None,
 ) -> tuple[np.ndarray, list[int]]:
     """The buffer of a plan, and the row of each slice.
 
@@ -93,6 +100,9 @@ def pack(
 
         tokens    [a 0 b c d]     page_ids [3 0 9 9 9]     emit (place of a row's last token)  [0 0 4 ...]
         positions [6 0 4 5 6]     offsets  [2 0 0 1 2]     kv_len                              [7 0 7 ...]
+
+    `window` is what every layer keeps to (`Limits.window`): pages that a slice's first query is past may be
+    0. Each page that it sees or writes must be one of 1 .. num_pages - 1; raises AssertionError otherwise.
     """
     buffer = np.zeros(layout(shape, table_width).size, np.int32)
     view = layout(shape, table_width).views(buffer)
@@ -112,7 +122,7 @@ def pack(
             place += piece.count
             row += 1
         rows.append(this_row)
-        _fill_row(view, piece, this_row, at, page_size, num_pages, vocab_size)
+        _fill_row(view, piece, this_row, at, page_size, num_pages, vocab_size, window)
     capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows)
     (view["large_tiles"][:], view["small_tiles"][:]), view["num_tiles"][:] = fill_tiles(chunks, capacity)
     return buffer, rows
@@ -126,12 +136,19 @@ def _fill_row(
     page_size: int,
     num_pages: int,
     vocab_size: int,
+    window: int | None,
 ) -> None:
     end = piece.start + piece.count
     pages = np.asarray(piece.pages, np.int32)
     # The device clamps a wrong index silently and reads another request's page: refuse it here.
     assert len(pages) * page_size >= end, f"{len(pages)} pages of {page_size} do not cover {end} tokens"
-    assert 0 < pages.min() <= pages.max() < num_pages, f"page ids {piece.pages} leave 1..{num_pages - 1}"
+    behind = 0 if window is None else max(0, piece.start - window + 1) // page_size
+    used = pages[behind:]
+    assert 0 < used.min() <= used.max() < num_pages, (
+        f"page ids {piece.pages[behind:]} leave 1..{num_pages - 1}"
+    )
+    # What lies behind every window may still be gathered and masked: given back (0) or not, within the pool.
+    assert 0 <= pages.min() <= pages.max() < num_pages, f"page ids {piece.pages} leave 0..{num_pages - 1}"
     tokens = view["tokens"][at : at + piece.count]
     tokens[:] = piece.tokens
     assert 0 <= tokens.min() <= tokens.max() < vocab_size, f"token ids leave 0..{vocab_size - 1}"
@@ -143,6 +160,7 @@ def _fill_row(
     view["page_table"][row, : len(pages)] = pages
     view["kv_len"][row] = end
     view["emit"][row] = at + piece.count - 1
+    view["num_prompt"][row] = piece.num_prompt
     if not piece.emit:
         return
     sampling = piece.sampling
@@ -157,8 +175,19 @@ def _fill_row(
     view["held_back"][row, : len(held)] = held
 
 
-def unpack(named: dict[str, Any]) -> tuple[jax.Array, RaggedBatch, WriteSlots, jax.Array, SamplingInputs]:
-    """The parts of a split buffer as the step's own types: tokens, batch, slots, emit, sampling."""
+class StepInputs(NamedTuple):
+    """A split buffer as the step's own types. tokens [T]; num_prompt, emit [B]; all int32."""
+
+    tokens: jax.Array
+    batch: RaggedBatch
+    slots: WriteSlots
+    num_prompt: jax.Array
+    emit: jax.Array
+    sampling: SamplingInputs
+
+
+def unpack(named: dict[str, Any]) -> StepInputs:
+    """Group the parts that `Layout.split` gives."""
     batch = RaggedBatch(
         named["token_row"], named["positions"], named["page_table"], named["kv_len"],
         (named["large_tiles"], named["small_tiles"]), named["num_tiles"],
@@ -167,4 +196,5 @@ def unpack(named: dict[str, Any]) -> tuple[jax.Array, RaggedBatch, WriteSlots, j
         named["temperature"], named["top_k"], named["top_p"], named["min_p"], named["top_logprobs"],
         named["seed"], named["sample_position"], named["held_back"],
     )  # fmt: skip
-    return named["tokens"], batch, WriteSlots(named["page_ids"], named["offsets"]), named["emit"], sampling
+    slots = WriteSlots(named["page_ids"], named["offsets"])
+    return StepInputs(named["tokens"], batch, slots, named["num_prompt"], named["emit"], sampling)

@@ -32,7 +32,8 @@ class JaxRunner:
     """Implements `core.Runner` with one compiled program per bucket of `ladder`.
 
     graph, state: the model as `nnx.split` gives it, split once. A program is compiled at `warm_up`, or on
-    the first plan that needs its bucket; nothing else is ever compiled.
+    the first plan that needs its bucket; nothing else is ever compiled. Only ids below `sampled_vocab` (None:
+    the whole vocabulary) are ever chosen.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class JaxRunner:
         kv_dtype: Any,
         platform: str,
         progress: bool = False,
+        sampled_vocab: int | None = None,
     ):
         self.config = config
         self.ladder = ladder
@@ -55,6 +57,7 @@ class JaxRunner:
         self.table_width = -(-max_model_len // page_size)
         self.kv_dtype, self.platform = kv_dtype, platform
         self._progress = progress
+        self._sampled_vocab = sampled_vocab
         self._graph, self._state = graph, state
         self._leaves = jax.tree.leaves(state)  # what a program takes: see compile_step
         self._programs: dict[StepShape, jax.stages.Compiled] = {}
@@ -84,8 +87,9 @@ class JaxRunner:
             return
         before, start = compiles.count, time.perf_counter()
         program = steps.compile_step(
-            self._graph, shape, self.table_width, self._state, self._kv_shapes, self.platform
-        )
+            self._graph, shape, self.table_width, self._state, self._kv_shapes, self.platform,
+            self._sampled_vocab,
+        )  # fmt: skip
         seconds = time.perf_counter() - start
         memory = program.memory_analysis()
         assert memory is not None, f"XLA gives no memory analysis on {self.platform}"
@@ -111,7 +115,7 @@ class JaxRunner:
             program = self._programs[shape]
             buffer, rows = inputs.pack(
                 plan, shape, table_width=self.table_width, page_size=self.page_size,
-                num_pages=self.num_pages, vocab_size=self.config.vocab_size,
+                num_pages=self.num_pages, vocab_size=self.config.vocab_size, window=self.config.window,
             )  # fmt: skip
             sent = jax.device_put(buffer)
             if self.kv is None:

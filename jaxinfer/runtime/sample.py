@@ -42,17 +42,19 @@ class SamplingOutputs(NamedTuple):
     top_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, inputs: SamplingInputs) -> SamplingOutputs:
+def sample(logits: jax.Array, inputs: SamplingInputs, sampled_vocab: int | None = None) -> SamplingOutputs:
     """Choose a token of each row of `logits` float32 [B, V], and report on it.
 
-    logprob, rank and the alternatives are of the raw distribution, before held-back ids, temperature and
-    filters. A row whose logits are not finite gives a non-finite logprob.
+    Only ids below `sampled_vocab` (static; None: V) are chosen: the output matrices of many models have rows
+    that pad it to a round number and stand for no token. logprob, rank and the alternatives are of the raw
+    distribution, over all V columns, before held-back ids, temperature and filters; so an alternative may be
+    a padding row. A row whose logits are not finite gives a non-finite logprob.
     """
-    vocab_size = logits.shape[1]
+    candidates = logits[:, :sampled_vocab]
     allowed = lax.cond(
-        jnp.any(inputs.held_back < vocab_size),
-        lambda: logits.at[jnp.arange(logits.shape[0])[:, None], inputs.held_back].set(-jnp.inf, mode="drop"),
-        lambda: logits,
+        jnp.any(inputs.held_back < candidates.shape[1]),
+        lambda: _without(candidates, inputs.held_back),
+        lambda: candidates,
     )
     greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     drawing = inputs.temperature > 0
@@ -71,6 +73,11 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> SamplingOutputs:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
+
+
+def _without(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """`logits` with the columns `ids` int32 [B, n] of each row at -inf; ids past the columns are nobody's."""
+    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
 
 
 def _top(logits: jax.Array, normalizer: jax.Array) -> tuple[jax.Array, jax.Array]:

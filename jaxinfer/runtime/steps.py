@@ -20,18 +20,27 @@ from jaxinfer.runtime.sample import SamplingOutputs, sample
 
 
 def step(
-    graph: nnx.GraphDef, shape: StepShape, table_width: int, state: Any, kv: KVState, buffer: jax.Array
+    graph: nnx.GraphDef,
+    shape: StepShape,
+    table_width: int,
+    state: Any,
+    kv: KVState,
+    buffer: jax.Array,
+    sampled_vocab: int | None = None,
 ) -> tuple[jax.Array, KVState]:
     """Run one packed step: (what was sampled int32 [B, 3 + 2 * MAX_LOGPROBS], the next KVState).
 
-    `buffer` is `inputs.pack`'s; `read_outputs` takes the result apart on the host.
+    `buffer` is `inputs.pack`'s; `read_outputs` takes the result apart on the host. `sampled_vocab` is
+    `sample`'s.
     """
     named = step_inputs.layout(shape, table_width).split(buffer)
-    tokens, batch, slots, emit, sampling = step_inputs.unpack(named)
+    given = step_inputs.unpack(named)
     model = nnx.merge(graph, state)
-    hidden, kv = model(tokens, kv, batch, slots, decode_rows=shape.decode_rows)
-    logits = model.logits(hidden[emit])
-    return _pack_outputs(sample(logits, sampling)), kv
+    hidden, kv = model(
+        given.tokens, kv, given.batch, given.slots, given.num_prompt, decode_rows=shape.decode_rows
+    )
+    logits = model.logits(hidden[given.emit])
+    return _pack_outputs(sample(logits, given.sampling, sampled_vocab)), kv
 
 
 def _pack_outputs(sampled: SamplingOutputs) -> jax.Array:
@@ -74,7 +83,13 @@ def compile_options(platform: str) -> dict[str, Any]:
 
 
 def compile_step(
-    graph: nnx.GraphDef, shape: StepShape, table_width: int, state: Any, kv: KVState, platform: str
+    graph: nnx.GraphDef,
+    shape: StepShape,
+    table_width: int,
+    state: Any,
+    kv: KVState,
+    platform: str,
+    sampled_vocab: int | None = None,
 ) -> jax.stages.Compiled:
     """The program of one bucket, with KV donated; call it as `program(leaves, kv, buffer)`.
 
@@ -84,7 +99,8 @@ def compile_step(
     leaves, structure = jax.tree.flatten(state)
 
     def flat_step(leaves: list[jax.Array], kv: KVState, buffer: jax.Array) -> tuple[jax.Array, KVState]:
-        return step(graph, shape, table_width, jax.tree.unflatten(structure, leaves), kv, buffer)
+        state = jax.tree.unflatten(structure, leaves)
+        return step(graph, shape, table_width, state, kv, buffer, sampled_vocab)
 
     function = jax.jit(flat_step, donate_argnums=(1,), compiler_options=compile_options(platform) or None)
     size = step_inputs.layout(shape, table_width).size

@@ -94,7 +94,7 @@ class _Handlers:
         body = await self._read(http, CompletionBody)
         sampling = body.sampling()
         prompts = body.prompts()
-        self.worker.check_room(len(prompts) * sampling.n)  # before any time goes into tokenising
+        self.worker.check_room(len(prompts) * sampling.get("n", 1))  # before any time goes into tokenising
 
         def prepare() -> list[Request]:
             return [self.llm.prepare(prompt, sampling) for prompt in prompts]
@@ -105,7 +105,7 @@ class _Handlers:
         body = await self._read(http, ChatBody)
         sampling = body.sampling()
         messages, options = body.template_input(body.messages)
-        self.worker.check_room(sampling.n)
+        self.worker.check_room(sampling.get("n", 1))
 
         def prepare() -> list[Request]:
             return [self.llm.prepare_chat(messages, sampling, **options)]

@@ -186,15 +186,18 @@ class _Sampled(_Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _fields(self, *, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         names = (
             "n", "seed", "stop", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids",
             "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
         )  # fmt: skip
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        given = {name: value for name, value in fields.items() if value is not None}
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", "stream_options")
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        SamplingParams(**given)
+        return given
 
 
 class CompletionBody(_Sampled):
@@ -213,13 +216,14 @@ class CompletionBody(_Sampled):
             raise RequestError("prompt is an empty list; it must hold a prompt or token ids", "prompt")
         return [prompt] if isinstance(prompt[0], int) else prompt
 
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters of every prompt; raises RequestError."""
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that the body gives, for every prompt: what it leaves out (or gives as
+        null) is the model's own. Raises RequestError for a value out of range."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
                 f"best_of {self.best_of} is not served: every one of the n answers is returned", "best_of"
             )
-        return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        return self._fields(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 class ChatBody(_Sampled, _Conversation):
@@ -230,8 +234,8 @@ class ChatBody(_Sampled, _Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters; raises RequestError."""
+    def sampling(self) -> dict[str, Any]:
+        """As `CompletionBody.sampling`."""
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise RequestError(
@@ -247,7 +251,7 @@ class ChatBody(_Sampled, _Conversation):
                 "top_logprobs",
             )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
+        return self._fields(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
 
 
 class TokenizeBody(_Conversation):

@@ -169,7 +169,8 @@ class EngineWorker:
 
     At most `limits.max_num_seqs` sequences run and `max_queue` more wait; `submit` refuses what would go
     beyond, at once. An exception out of `engine.step` is a fault of ours, not of a request (the engine
-    answers those itself): the thread ends, every open ticket fails, and `death` says why.
+    answers those itself): the thread ends, every open ticket fails, and `death` names its type; the log
+    has the rest.
     """
 
     def __init__(self, engine: EngineLike, limits: Limits, *, max_queue: int = 256):
@@ -279,7 +280,8 @@ class EngineWorker:
             self._end(StoppingError("the server is shutting down"), None)
         except BaseException as error:
             logger.exception("the engine thread ends")
-            death = f"{type(error).__name__}: {error}"
+            # The log has it all. A device's own message is kilobytes with paths of this machine in them.
+            death = type(error).__name__
             self._end(EngineDeadError(f"the engine has stopped: {death}"), death)
 
     def _turn(self) -> bool:

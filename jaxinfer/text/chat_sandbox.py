@@ -34,6 +34,10 @@ MAX_SECONDS = 5.0
 # A prompt of a million tokens has about 5 million characters; templates copy each a few times.
 MAX_CHARACTERS = 64_000_000
 MAX_NUMBER_BITS = 4096
+# The longest templates of published models have some 30 000; compiling takes a second per 100 000.
+MAX_SOURCE_CHARACTERS = 250_000
+# An item of a list costs what so many characters do: a pointer's bytes, and a look at what it points to.
+ITEM_COST = 16
 
 # Filters that do not turn a list into text, so that the size of what they are given does not matter.
 _CHEAP_NAMES = """
@@ -75,13 +79,24 @@ def _charge(value: Any) -> Any:
         if isinstance(item, str):
             budget.charge(len(item))
         elif isinstance(item, Mapping):
+            budget.charge(2 * ITEM_COST * len(item))  # before anything is made of them
             pending.extend(item.keys())
             pending.extend(item.values())
-            budget.charge(len(item))
         elif isinstance(item, list | tuple | set):
+            budget.charge(ITEM_COST * len(item))
             pending.extend(item)
-            budget.charge(len(item))
     return value
+
+
+def _charge_made(result: Any) -> Any:
+    """Charge what a call or a filter made: a text, or a container by its items alone, which cost nothing to
+    look at but memory to hold; returns it."""
+    budget = _budget.get(None)
+    if isinstance(result, str):
+        return _charge(result)
+    if budget is not None and isinstance(result, list | tuple | set | Mapping):
+        budget.charge(ITEM_COST * len(result))
+    return result
 
 
 def _tick() -> str:
@@ -130,7 +145,7 @@ def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "format":
             _refuse_wide_format(arguments[0] if arguments else None)
         result = function(*arguments, **keywords)
-        return _charge(result) if isinstance(result, str) else result
+        return _charge_made(result)
 
     return charged
 
@@ -196,6 +211,8 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self.filters["charge"] = _charge
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
+        # Sample text by the million paragraphs, in one call that no budget can look into.
+        del self.globals["lipsum"]
         # Unguessable names: a template cannot set a variable of the same name to escape the checks.
         self._tick_name = f"tick_{secrets.token_hex(8)}"
         self._concatenate_name = f"concatenate_{secrets.token_hex(8)}"
@@ -203,7 +220,12 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self.globals[self._concatenate_name] = _concatenate
 
     def prepare(self, source: str) -> jinja2.Template:
-        """Compile a template. Raises ChatTemplateError with the line of a syntax error."""
+        """Compile a template. Raises ChatTemplateError with the line of a syntax error, and for a template
+        that is too long, or nested deeper than Python compiles."""
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise ChatTemplateError(
+                f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS} are allowed"
+            )
         try:
             tree = _Guard(self._tick_name, self._concatenate_name).visit(self.parse(source))
             for node in tree.find_all(nodes.Node):
@@ -214,8 +236,10 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         except jinja2.TemplateSyntaxError as error:
             where = f"{error.message} (line {error.lineno})"
             raise ChatTemplateError(f"the chat template is not valid jinja: {where}") from error
-        except RecursionError as error:
+        except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's compiler, not of jinja's
             raise ChatTemplateError("the chat template is nested too deeply") from error
+        except (ValueError, OverflowError) as error:  # a constant that Python cannot write down
+            raise ChatTemplateError(f"the chat template cannot be compiled: {_line(error)}") from error
 
     def run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """Render. Raises ChatTemplateError, in one line, for whatever goes wrong inside the template."""
@@ -251,13 +275,11 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         if getattr(method, "__name__", "") in ("format", "format_map"):
             _refuse_wide_format(getattr(method, "__self__", None))
-        result = super().call(__context, __obj, *args, **kwargs)
-        return _charge(result) if isinstance(result, str) else result
+        return _charge_made(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _refuse_large_operation(operator, left, right)
-        result = super().call_binop(context, operator, left, right)
-        return _charge(result) if isinstance(result, str | list | tuple) else result
+        return _charge_made(super().call_binop(context, operator, left, right))
 
 
 def _refuse_large_operation(operator: str, left: Any, right: Any) -> None:
@@ -265,7 +287,7 @@ def _refuse_large_operation(operator: str, left: Any, right: Any) -> None:
     if operator == "*":
         for value, count in ((left, right), (right, left)):
             if isinstance(value, str | list | tuple) and isinstance(count, int):
-                _refuse_large(len(value) * count)
+                _refuse_large(len(value) * count * (1 if isinstance(value, str) else ITEM_COST))
         if isinstance(left, int) and isinstance(right, int):
             _refuse_many_bits(left.bit_length() + right.bit_length())
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):

@@ -7,6 +7,7 @@ is refused, because a wrong rule gives plausible ids that are not the model's.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import tokenizers
@@ -14,6 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from jaxinfer.text.errors import TokenizerError
 from jaxinfer.text.sources import GGUFSource
+
+logger = logging.getLogger(__name__)
 
 # llama.cpp's token types
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -36,20 +39,28 @@ _IGNORE_MERGES = {"llama-bpe", "tekken"}
 PRE_KINDS = ("gpt-2", "smollm", *_SPLIT_PATTERNS)
 
 
-def build_from_gguf(source: GGUFSource) -> tokenizers.Tokenizer:
-    """The tokenizer of a GGUF file, without a post-processor.
+MAX_PIECE = 256
+"""Longest piece of a SentencePiece vocabulary, in characters: each is tried at every cut."""
 
+
+def build_from_gguf(source: GGUFSource, *, prefix_everywhere: bool = True) -> tokenizers.Tokenizer:
+    """The tokenizer of a GGUF file, or of what else has its shape, without a post-processor.
+
+    prefix_everywhere: SentencePiece's space before a text is put after every control token too, as
+    transformers does with `legacy`; otherwise at the start of the text alone.
     Raises TokenizerError naming an unknown kind of tokenizer or pre-tokenizer, or a damaged vocabulary.
     """
     if source.model == "gpt2":
         core = _byte_level(source)
     elif source.model == "llama":
-        core = _sentence_piece(source)
+        core = _sentence_piece(source, prefix_everywhere)
     else:
         raise TokenizerError(f"tokenizer.ggml.model {source.model!r} is not supported; allowed: gpt2, llama")
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
-    for token, kind in zip(source.tokens, _types(source), strict=True):
+    for token_id, (token, kind) in enumerate(zip(source.tokens, _types(source), strict=True)):
+        if _is_padding(token_id, token, kind):
+            continue
         if kind in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, special=True, normalized=False))
         elif kind == USER_DEFINED:
@@ -74,10 +85,16 @@ def _types(source: GGUFSource) -> list[int]:
     return [NORMAL] * len(source.tokens) if source.token_types is None else source.token_types.tolist()
 
 
+def _is_padding(token_id: int, token: str, kind: int) -> bool:
+    """Whether an id only pads the embedding matrix: the model's tokenizer does not have it. Older converters
+    wrote such rows as user-defined tokens, named after their own id."""
+    return kind == UNUSED or token == f"[PAD{token_id}]"
+
+
 def _vocabulary(source: GGUFSource) -> dict[str, int]:
     vocabulary: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(source.tokens, _types(source), strict=True)):
-        if kind == UNUSED:  # padding of the embedding matrix: the model's tokenizer does not have it
+        if _is_padding(token_id, token, kind):
             continue
         if token in vocabulary:
             raise TokenizerError(f"tokens {vocabulary[token]} and {token_id} are both {token!r}")
@@ -87,6 +104,8 @@ def _vocabulary(source: GGUFSource) -> dict[str, int]:
 
 def _byte_level(source: GGUFSource) -> tokenizers.Tokenizer:
     kind = _pre_kind(source)
+    if source.pre in (None, "default"):
+        logger.warning("the GGUF file names no pre-tokenizer; GPT-2's is used, and may not be the model's")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=bool(source.add_space_prefix), use_regex=True)
     if kind == "gpt-2":
         pre_tokenizer: Any = byte_level
@@ -113,7 +132,7 @@ def _byte_level(source: GGUFSource) -> tokenizers.Tokenizer:
     return core
 
 
-def _sentence_piece(source: GGUFSource) -> tokenizers.Tokenizer:
+def _sentence_piece(source: GGUFSource, prefix_everywhere: bool) -> tokenizers.Tokenizer:
     if source.scores is None:
         raise TokenizerError("tokenizer.ggml.scores is missing; a SentencePiece tokenizer (llama) needs it")
     vocabulary = _vocabulary(source)
@@ -124,8 +143,11 @@ def _sentence_piece(source: GGUFSource) -> tokenizers.Tokenizer:
     )
     # The file leaves the flag out when it is the SentencePiece default, true.
     prefix = source.add_space_prefix is not False
-    steps: list[Any] = [normalizers.Prepend(SPACE_MARK)] if prefix else []
-    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
+    if prefix_everywhere or not prefix:
+        steps: list[Any] = [normalizers.Prepend(SPACE_MARK)] if prefix else []
+        core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first", split=False)
     chain: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence(chain + ([decoders.Strip(" ", 1, 0)] if prefix else []))
     return core
@@ -140,6 +162,9 @@ def _merges_from_scores(source: GGUFSource, vocabulary: dict[str, int]) -> list[
     ranked: list[tuple[float, int, int, str, str]] = []
     types, scores = _types(source), source.scores.tolist()
     pieces = {token for token, token_id in vocabulary.items() if types[token_id] == NORMAL}
+    longest = max(map(len, pieces), default=0)
+    if longest > MAX_PIECE:
+        raise TokenizerError(f"a piece has {longest} characters; at most {MAX_PIECE} are supported")
     for piece in pieces:
         score = scores[vocabulary[piece]]
         for cut in range(1, len(piece)):

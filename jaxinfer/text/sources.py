@@ -22,6 +22,8 @@ class FolderSource(Protocol):
     @property
     def tokenizer_json(self) -> Path | None: ...
     @property
+    def sentencepiece_model(self) -> Path | None: ...
+    @property
     def tokenizer_config(self) -> Path | None: ...
     @property
     def chat_template(self) -> Path | None: ...
@@ -67,6 +69,7 @@ class FolderFiles:
     """A `FolderSource` made by looking into a folder."""
 
     tokenizer_json: Path | None
+    sentencepiece_model: Path | None
     tokenizer_config: Path | None
     chat_template: Path | None
     bos_token_id: int | None
@@ -89,6 +92,7 @@ class FolderFiles:
         bos, eos = ids.get("bos_token_id"), ids.get("eos_token_id", ())
         return cls(
             tokenizer_json=present("tokenizer.json"),
+            sentencepiece_model=present("tokenizer.model"),
             tokenizer_config=present("tokenizer_config.json"),
             chat_template=present("chat_template.jinja"),
             bos_token_id=bos if isinstance(bos, int) else None,

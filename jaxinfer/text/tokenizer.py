@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,15 @@ from jaxinfer.text.pieces import (
     gpt2_alphabet,
     read_decoder,
 )
+from jaxinfer.text.sentencepiece_file import add_tokens, read_sentencepiece
 from jaxinfer.text.sources import FolderFiles, FolderSource, GGUFSource, read_json
 
 
 class Tokenizer:
     """A tokenizer that any number of threads may use at once.
+
+    `vocab_size` is one more than the largest id that stands for something; `base_vocab_size` the same without
+    tokens that were only added to the trained vocabulary.
 
     The library's object raises "Already borrowed" when one thread changes its settings while another encodes
     (huggingface/tokenizers#537), so its settings are never changed after construction: text in which special
@@ -56,7 +61,9 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(
             token_id for token_id, token in self.added_tokens.items() if token.special
         )
-        self.vocab_size: int = max(core.get_vocab_size(), 1 + max(self.added_tokens, default=-1))
+        # Not their number: a vocabulary may have gaps (unused ids of a GGUF file, amid the others).
+        self.base_vocab_size: int = 1 + max(core.get_vocab(with_added_tokens=False).values(), default=-1)
+        self.vocab_size: int = max(self.base_vocab_size, 1 + max(self.added_tokens, default=-1))
         self.bos_token = self._text_or_empty(bos_id)
         self.eos_token = self._text_or_empty(ordered[0] if ordered else None)
         start = core.encode("").ids
@@ -69,9 +76,12 @@ class Tokenizer:
         """From tokenizer.json and tokenizer_config.json of a Hugging Face folder (its path, or its source).
 
         An explicit add_bos_token or add_eos_token in tokenizer_config.json replaces the post-processor, as in
-        transformers. Raises TokenizerError when there is no tokenizer.json or it cannot be read.
+        transformers. A folder that has SentencePiece's tokenizer.model alone is read from that. Raises
+        TokenizerError when there is neither, or it cannot be read.
         """
         files = FolderFiles.of(source) if isinstance(source, str | Path) else source
+        if files.tokenizer_json is None and files.sentencepiece_model is not None:
+            return cls._from_sentencepiece(files, files.sentencepiece_model)
         if files.tokenizer_json is None:
             raise TokenizerError(f"{source}: no tokenizer.json")
         try:
@@ -88,6 +98,28 @@ class Tokenizer:
             set_post_processor(core, bos_id if add_bos else None, eos_id if add_eos else None)
         eos_ids = ([] if eos_id is None else [eos_id]) + list(files.eos_token_ids)
         return cls(core, bos_id=bos_id, eos_ids=eos_ids)
+
+    @classmethod
+    def _from_sentencepiece(cls, files: FolderSource, path: Path) -> Tokenizer:
+        """From a tokenizer.model, with the rules of transformers' LlamaTokenizer: BOS before every text
+        unless tokenizer_config.json says otherwise, and `legacy` (true when absent) decides
+        `prefix_everywhere`."""
+        config = read_json(files.tokenizer_config)
+        model = read_sentencepiece(path)
+        prefix = config.get("add_prefix_space")
+        if isinstance(prefix, bool):
+            model = replace(model, add_space_prefix=prefix)
+        core = build_from_gguf(model, prefix_everywhere=config.get("legacy") is not False)
+        added = path.with_name("added_tokens.json")
+        add_tokens(core, config, read_json(added if added.is_file() else None), path)
+        bos_id, eos_id = _token_id(core, config.get("bos_token")), _token_id(core, config.get("eos_token"))
+        bos_id = model.bos_token_id if bos_id is None else bos_id
+        eos_ids = model.eos_token_ids if eos_id is None else (eos_id,)
+        add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
+        set_post_processor(
+            core, None if add_bos is False else bos_id, eos_ids[0] if add_eos is True and eos_ids else None
+        )
+        return cls(core, bos_id=bos_id, eos_ids=(*eos_ids, *files.eos_token_ids))
 
     @classmethod
     def from_gguf(cls, source: GGUFSource) -> Tokenizer:
@@ -224,10 +256,10 @@ class SpecialTexts:
 
 
 def load_tokenizer(source: FolderSource | GGUFSource) -> Tokenizer | None:
-    """The tokenizer of `Checkpoint.tokenizer_source()`; None for a folder that has no tokenizer.json."""
+    """The tokenizer of `Checkpoint.tokenizer_source()`; None for a folder that has no tokenizer file."""
     if hasattr(source, "tokens"):
         return Tokenizer.from_gguf(source)  # type: ignore[arg-type]
-    if source.tokenizer_json is None:  # type: ignore[union-attr]
+    if source.tokenizer_json is None and source.sentencepiece_model is None:  # type: ignore[union-attr]
         return None
     return Tokenizer.from_folder(source)  # type: ignore[arg-type]
 

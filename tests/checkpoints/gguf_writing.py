@@ -1,4 +1,5 @@
-"""Small GGUF files for tests, written with the gguf package, from weights in Hugging Face layout."""
+"""Small GGUF files for tests, written with the gguf package, from weights in Hugging Face layout, and random
+blocks of every type that the package can read."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import quantize
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 
 LAYER_SHAPES = {
     "attn_norm": ("input_layernorm", lambda d, q, k, f: (d,)),
     "attn_q": ("self_attn.q_proj", lambda d, q, k, f: (q, d)),
     "attn_k": ("self_attn.k_proj", lambda d, q, k, f: (k, d)),
     "attn_v": ("self_attn.v_proj", lambda d, q, k, f: (k, d)),
+    "attn_q_norm": ("self_attn.q_norm", None),
+    "attn_k_norm": ("self_attn.k_norm", None),
     "attn_output": ("self_attn.o_proj", lambda d, q, k, f: (d, q)),
     "ffn_norm": ("post_attention_layernorm", lambda d, q, k, f: (d,)),
     "ffn_gate": ("mlp.gate_proj", lambda d, q, k, f: (f, d)),
@@ -33,13 +36,15 @@ def permute_rows(weights: np.ndarray, heads: int) -> np.ndarray:
 def random_weights(
     hidden: int = 64,
     heads: int = 8,
-    kv_heads: int = 2,
+    kv_heads: int | list[int] = 2,
     head_dim: int = 8,
     ffn: int = 96,
     vocab: int = 40,
     layers: int = 2,
+    biases: bool = False,
+    norms: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Weights of a tiny Llama under Hugging Face names."""
+    """Weights of a tiny Llama under Hugging Face names; with biases of q, k and v, or norms of q and k."""
     generator = np.random.default_rng(0)
 
     def new(*shape: int) -> np.ndarray:
@@ -47,10 +52,37 @@ def random_weights(
 
     weights = {"model.embed_tokens.weight": new(vocab, hidden), "model.norm.weight": new(hidden)}
     for layer in range(layers):
+        of_layer = kv_heads[layer] if isinstance(kv_heads, list) else kv_heads
         for name, shape in LAYER_SHAPES.values():
-            size = shape(hidden, heads * head_dim, kv_heads * head_dim, ffn)
+            if shape is None:
+                continue
+            size = shape(hidden, heads * head_dim, of_layer * head_dim, ffn)
             weights[f"model.layers.{layer}.{name}.weight"] = new(*size)
+            if biases and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+                weights[f"model.layers.{layer}.{name}.bias"] = new(size[0])
+        if norms:
+            for norm in ("q_norm", "k_norm"):
+                weights[f"model.layers.{layer}.self_attn.{norm}.weight"] = new(head_dim)
     return weights
+
+
+def random_blocks(block_type: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Valid blocks with random bits and finite scales, uint8[rows, bytes].
+
+    Scales are float16 or small exponents at some place in the block, another for every type: blocks of random
+    bytes whose values are all finite and of sane size are kept, and the rest drawn again.
+    """
+    items, size = GGML_QUANT_SIZES[block_type]
+    generator = np.random.default_rng([seed, int(block_type)])
+    kept = np.empty((0, size), np.uint8)
+    wanted = rows * columns // items
+    while len(kept) < wanted:
+        blocks = generator.integers(0, 256, (4096, size), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            values = dequantize(blocks.reshape(1, -1), block_type).reshape(len(blocks), items)
+        largest = np.abs(values).max(axis=1)
+        kept = np.concatenate([kept, blocks[np.isfinite(largest) & (largest > 1e-3) & (largest < 1e4)]])
+    return kept[:wanted].reshape(rows, -1)
 
 
 def write_gguf(
@@ -59,15 +91,20 @@ def write_gguf(
     *,
     architecture: str = "llama",
     heads: int = 8,
-    kv_heads: int = 2,
+    kv_heads: int | list[int] = 2,
     head_dim: int = 8,
     layers: int = 2,
     block_type: GGMLQuantizationType = GGMLQuantizationType.F32,
     fields: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     tokens: list[str] | None = None,
+    blocks: dict[str, tuple[GGMLQuantizationType, np.ndarray]] | None = None,
 ) -> Path:
-    """Write `weights` as llama.cpp's converter would; `fields` are further or other metadata keys."""
+    """Write `weights` as llama.cpp's converter would; `fields` are further or other metadata keys.
+
+    `blocks` are a type and its stored bytes, by Hugging Face name, in the place of those tensors, with the
+    rows of q and k in the order of the file.
+    """
     writer = GGUFWriter(path, architecture)
     embedding = weights["model.embed_tokens.weight"]
     values: dict[str, Any] = {
@@ -101,18 +138,26 @@ def write_gguf(
     names = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm"}
     names["lm_head.weight"] = "output"
     stored: dict[str, np.ndarray] = {}
+    ready: dict[str, tuple[GGMLQuantizationType, np.ndarray]] = {}
     for name, array in weights.items():
         if name in names:
             stored[f"{names[name]}.weight"] = array
+            if name in (blocks or {}):
+                ready[f"{names[name]}.weight"] = (blocks or {})[name]
             continue
         _, _, layer, rest = name.split(".", 3)
         module, kind = rest.rsplit(".", 1)
         short = next(key for key, (long, _) in LAYER_SHAPES.items() if long == module)
-        if short in ("attn_q", "attn_k") and architecture == "llama":
-            array = permute_rows(array, heads if short == "attn_q" else kv_heads)
+        if short in ("attn_q", "attn_k") and architecture in ("llama", "smollm3"):
+            of_layer = kv_heads[int(layer)] if isinstance(kv_heads, list) else kv_heads
+            array = permute_rows(array, heads if short == "attn_q" else of_layer)
         stored[f"blk.{layer}.{short}.{kind}"] = array
+        if name in (blocks or {}):
+            ready[f"blk.{layer}.{short}.{kind}"] = (blocks or {})[name]
     for name, array in (stored | (extra or {})).items():
-        if array.ndim == 1 or block_type == GGMLQuantizationType.F32:
+        if name in ready:
+            writer.add_tensor(name, ready[name][1], raw_dtype=ready[name][0])
+        elif array.ndim == 1 or block_type == GGMLQuantizationType.F32:
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
         else:
             writer.add_tensor(name, quantize(np.ascontiguousarray(array), block_type), raw_dtype=block_type)

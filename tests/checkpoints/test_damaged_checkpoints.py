@@ -1,129 +1,22 @@
-"""Damaged and hostile files: each is refused with a CheckpointError that names the file."""
+"""Damaged and hostile GGUF files, and paths that are no checkpoint: each is refused by name."""
 
 from __future__ import annotations
 
-import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import check_refused, load, write_model
 from gguf_writing import random_weights, write_gguf
-from safetensors.numpy import save_file
 
 import checkpoints
-
-INDEX = "model.safetensors.index.json"
-
-
-def write_folder(folder: Path) -> Path:
-    """A sharded folder: a.safetensors holds w0, b.safetensors holds w1."""
-    for shard, name in (("a", "w0"), ("b", "w1")):
-        save_file({name: np.ones((2, 2), np.float32)}, folder / f"{shard}.safetensors")
-    (folder / "config.json").write_text("{}")
-    set_index(folder, {"w0": "a.safetensors", "w1": "b.safetensors"})
-    return folder
-
-
-def set_index(folder: Path, places: object) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
-
-
-def set_header(
-    folder: Path, change: Callable[[dict], object] | None = None, length: int | None = None
-) -> None:
-    shard = folder / "b.safetensors"
-    raw = shard.read_bytes()
-    (size,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + size])
-    if change:
-        change(header)
-    text = json.dumps(header).encode()
-    shard.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + raw[8 + size :])
 
 
 def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
-
-
-def only_pickle(folder: Path) -> None:
-    for item in folder.iterdir():
-        item.unlink()
-    (folder / "config.json").write_text("{}")
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
-
-
-FOLDER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "shard missing": (lambda f: (f / "b.safetensors").unlink(), r"b\.safetensors.*missing.*w1"),
-    "tensor absent": (
-        lambda f: set_index(f, {"w0": "a.safetensors", "w9": "b.safetensors"}),
-        r"b\.safetensors.*w9",
-    ),
-    "truncated data": (
-        lambda f: cut(f / "b.safetensors", -4),
-        r"b\.safetensors: got \d+ bytes, expected \d+",
-    ),
-    "truncated header": (lambda f: cut(f / "b.safetensors", 20), r"b\.safetensors: the header claims"),
-    "no bytes": (lambda f: cut(f / "b.safetensors", 0), r"b\.safetensors: got 0 bytes"),
-    "few bytes": (lambda f: cut(f / "b.safetensors", 5), r"b\.safetensors: got 5 bytes"),
-    "absurd header": (
-        lambda f: set_header(f, length=2**60),
-        r"b\.safetensors: the header claims 1152921504606846976",
-    ),
-    "offset past end": (
-        lambda f: set_header(f, lambda h: h["w1"].update(data_offsets=[0, 2**50])),
-        r"b\.safetensors.*w1",
-    ),
-    "absurd shape": (lambda f: set_header(f, lambda h: h["w1"].update(shape=[2**60, 4])), r"b\.safetensors"),
-    "wrong shape": (lambda f: set_header(f, lambda h: h["w1"].update(shape=[2, 3])), r"b\.safetensors"),
-    "unknown type": (lambda f: set_header(f, lambda h: h["w1"].update(dtype="F33")), r"b\.safetensors.*F33"),
-    "header not JSON": (
-        lambda f: (f / "b.safetensors").write_bytes(struct.pack("<Q", 4) + b"{{{{"),
-        r"b\.safetensors",
-    ),
-    "deep header": (
-        lambda f: (f / "b.safetensors").write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000),
-        r"b\.safetensors",
-    ),
-    "path upwards": (lambda f: set_index(f, {"w0": "../a.safetensors"}), r"index\.json.*\.\./a"),
-    "absolute path": (
-        lambda f: set_index(f, {"w0": str(f / "a.safetensors")}),
-        r"index\.json.*not a plain name",
-    ),
-    "path is a number": (lambda f: set_index(f, {"w0": 3}), r"index\.json.*got 3"),
-    "index is a list": (lambda f: set_index(f, []), r"index\.json.*weight_map"),
-    "index empty": (lambda f: set_index(f, {}), r"no tensors"),
-    "index names a pickle": (lambda f: set_index(f, {"w0": "a.bin"}), r"a\.bin: pickled"),
-    "index not JSON": (lambda f: (f / INDEX).write_text("{"), r"index\.json: not valid JSON"),
-    "deep index": (
-        lambda f: (f / INDEX).write_text("[" * 200_000),
-        r"index\.json: JSON is nested too deeply",
-    ),
-    "config missing": (lambda f: (f / "config.json").unlink(), r"no config\.json"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), r"config\.json: got a JSON list"),
-    "config not UTF-8": (
-        lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"),
-        r"config\.json: not UTF-8",
-    ),
-    "no weights": (lambda f: (f / INDEX).unlink(), r"no weights"),
-    "only a pickle": (only_pickle, r"pytorch_model\.bin: pickled"),
-    "zip inside": (
-        lambda f: (f / "b.safetensors").write_bytes(b"PK\x03\x04" + b"x" * 40),
-        r"b\.safetensors: pickled",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FOLDER_DAMAGE)
-def test_damaged_folder_is_refused(case: str, tmp_path: Path) -> None:
-    damage, message = FOLDER_DAMAGE[case]
-    folder = write_folder(tmp_path)
-    checkpoints.open_checkpoint(folder)
-    damage(folder)
-    with pytest.raises(checkpoints.CheckpointError, match=message) as caught:
-        checkpoints.open_checkpoint(folder)
-    assert str(tmp_path) in str(caught.value)
 
 
 def patched(path: Path, offset: int, replacement: bytes) -> None:
@@ -138,13 +31,39 @@ def patched_after(path: Path, marker: bytes, skip: int, replacement: bytes) -> N
 
 
 def rewritten(path: Path, **settings: object) -> None:
+    """The file again, whole and correct, of other content."""
     path.unlink()
-    write_gguf(path, random_weights(), **settings)  # type: ignore[arg-type]
+    weights = settings.pop("weights", None) or random_weights()
+    write_gguf(path, weights, **settings)  # type: ignore[arg-type]
 
 
+def field(key: str, value: object) -> Damage:
+    """`key` with another value; the message names the key."""
+    pattern = key.replace(".", r"\.")
+    return lambda path: rewritten(path, fields={key: value}), pattern
+
+
+def without(name: str) -> Callable[[Path], object]:
+    weights = random_weights()
+    del weights[name]
+    return lambda path: rewritten(path, weights=weights)
+
+
+def renamed(old: bytes, new: bytes) -> Callable[[Path], object]:
+    """Another name of the same length at every place."""
+    assert len(old) == len(new)
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+Damage = tuple[Callable[[Path], object], str]
 HUGE = struct.pack("<Q", 2**60)
 NORM = b"output_norm.weight"  # then u32 dimension count, u64 dimension, u32 type, u64 offset
-GGUF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+GGUF_DAMAGE: dict[str, Damage] = {
     "bad magic": (lambda p: patched(p, 0, b"GGML"), r"not a GGUF file: got magic b'GGML'"),
     "empty file": (lambda p: p.write_bytes(b""), r"not a GGUF file"),
     "version": (lambda p: patched(p, 4, struct.pack("<I", 9)), r"version 9"),
@@ -194,16 +113,128 @@ GGUF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"llama\.block_count is missing",
     ),
     "key of text": (lambda p: rewritten(p, fields={"llama.block_count": "two"}), r"block_count: got 'two'"),
-    "experts": (lambda p: rewritten(p, fields={"llama.expert_count": 8}), r"mixture-of-experts"),
+    "experts": field("llama.expert_count", 8),
     "split": (lambda p: rewritten(p, fields={"split.count": 3}), r"split GGUF"),
     "wrong heads": (
         lambda p: rewritten(p, fields={"llama.attention.head_count_kv": 4}),
         r"attn_k.*got 16 rows",
     ),
-    "heads differ": (
+    "heads of another layer": (
         lambda p: rewritten(p, fields={"llama.attention.head_count_kv": [2, 1]}),
-        r"head_count_kv: differs by layer",
+        r"blk\.1\.attn_k.*got 16 rows",
     ),
+    "heads for three layers": (
+        lambda p: rewritten(p, fields={"llama.attention.head_count_kv": [2, 2, 2]}),
+        r"head_count_kv: got 3 numbers, expected one for each of the 2",
+    ),
+    "no heads in a layer": (
+        lambda p: rewritten(p, fields={"llama.attention.head_count_kv": [2, 0]}),
+        r"head_count_kv: got 0",
+    ),
+    "query heads differ": (
+        lambda p: rewritten(p, fields={"llama.attention.head_count": [8, 4]}),
+        r"head_count: got numbers that differ",
+    ),
+    "heads of text": (
+        lambda p: rewritten(p, fields={"llama.attention.head_count_kv": ["2", "2"]}),
+        r"head_count_kv: got another array",
+    ),
+    "no heads": field("llama.attention.head_count", 0),
+    "negative width": (
+        lambda p: patched_after(p, b"llama.embedding_length", 0, struct.pack("<Ii", 5, -64)),
+        r"embedding_length: got -64",
+    ),
+    "no width": field("llama.embedding_length", 0),
+    "odd head": (
+        lambda p: rewritten(p, fields={"llama.attention.key_length": 7, "llama.attention.value_length": 7}),
+        r"key_length: got 7",
+    ),
+    "width 2^32 - 1": (
+        lambda p: rewritten(p, fields={"llama.embedding_length": 2**32 - 1}),
+        r"token|hidden_size|embed",
+    ),
+    "layers 2^32 - 1": (
+        lambda p: rewritten(p, fields={"llama.block_count": 2**32 - 1}),
+        r"block_count: got 4294967295, but the tensors belong to 2 layers",
+    ),
+    "one layer too few": field("llama.block_count", 1),
+    "layer of another number": (renamed(b"blk.1.", b"blk.2."), r"model\.layers\.1\."),
+    "layer number padded": (
+        renamed(b"blk.1.attn_q.weight", b"blk.01.ttn_q.weight"),
+        r"block_count: got 2, but the tensors belong to 3 layers",
+    ),
+    "not a number": field("llama.attention.layer_norm_rms_epsilon", float("nan")),
+    "infinite": field("llama.rope.freq_base", float("inf")),
+    "bool as number": field("llama.context_length", True),
+    "text as number": field("llama.attention.layer_norm_rms_epsilon", "1e-5"),
+    "number as text": field("llama.rope.scaling.type", 3),
+    "array as number": field("llama.context_length", [1, 2]),
+    "end token negative": (
+        lambda p: rewritten(p, fields={"tokenizer.ggml.eos_token_id": "2"}),
+        r"eos_token_id: got '2'",
+    ),
+    "window of another architecture": (
+        lambda p: rewritten(p, architecture="qwen2", fields={"qwen2.attention.sliding_window": 8}),
+        r"qwen2\.attention\.sliding_window",
+    ),
+    "rope factors too many": (
+        lambda p: rewritten(p, extra={"rope_freqs.weight": np.ones(5, np.float32)}),
+        r"rope_freqs\.weight: got shape",
+    ),
+    "tensor missing": (without("model.layers.1.mlp.up_proj.weight"), r"model\.layers\.1\.mlp\.up_proj"),
+    "embedding missing": (renamed(b"token_embd.weight", b"token_embd.wEight"), r"token_embd\.w"),
+    "tensor extra": (
+        lambda p: rewritten(p, extra={"blk.0.ffn_norm.bias": np.ones(64, np.float32)}),
+        r"model\.layers\.0\.post_attention_layernorm\.bias",
+    ),
+    "tensor of other shape": (
+        lambda p: rewritten(p, weights=random_weights() | {"model.norm.weight": np.ones(63, np.float32)}),
+        r"model\.norm\.weight",
+    ),
+    "tensors of one name": (
+        renamed(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"),
+        r"blk\.0\.ffn_up\.weight appears twice",
+    ),
+    "key twice": (renamed(b"tokenizer.ggml.tokens", b"llama.context_length\0"), r"got a key"),
+    "keys of one name": (
+        renamed(b"llama.attention.key_length", b"llama.attention.head_count"),
+        r"key llama\.attention\.head_count appears twice",
+    ),
+    "tensors overlap": (
+        lambda p: patched_after(p, NORM, 16, struct.pack("<Q", 64)),
+        r"starts at byte \d+, inside tensor",
+    ),
+    "offset between": (
+        lambda p: patched_after(p, NORM, 16, struct.pack("<Q", 65)),
+        r"output_norm.*got offset 65",
+    ),
+    "dimensions beyond 64 bits": (
+        lambda p: patched_after(p, b"blk.0.attn_q.weight", 4, struct.pack("<QQ", 2**40, 2**40)),
+        r"blk\.0\.attn_q\.weight.*ends at byte",
+    ),
+    "alignment 0": field("general.alignment", 0),
+    "alignment 3": field("general.alignment", 3),
+    "alignment of text": field("general.alignment", "32"),
+    "version 1": (lambda p: patched(p, 4, struct.pack("<I", 1)), r"version 1"),
+    "string of 2^63": (
+        lambda p: patched(p, 24, struct.pack("<Q", 2**63)),
+        r"string of 9223372036854775808 bytes",
+    ),
+    "key of escapes": (
+        renamed(b"llama.block_count", b"llama.\x1b[2J\x1b[2J\n  "),
+        r"got a key 'llama\.\\x1b",
+    ),
+    "value of bits": (
+        lambda p: patched_after(p, b"llama.block_count", 4, b"\xff" * 4),
+        r"block_count: got 4294967295",
+    ),
+    "zip inside": (lambda p: p.write_bytes(b"PK\x03\x04" + bytes(40)), r"not a GGUF file: got magic b'PK"),
+    "pickle inside": (lambda p: p.write_bytes(b"\x80\x04." + bytes(40)), r"not a GGUF file: got magic"),
+    "safetensors inside": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), r"not a GGUF file"),
+    "pipe": (lambda p: replaced(p, os.mkfifo), r"no such file|cannot be read"),
+    "device": (lambda p: replaced(p, lambda p: p.symlink_to("/dev/zero")), r"no such file|cannot be read"),
+    "folder": (lambda p: replaced(p, Path.mkdir), r"no config\.json"),
+    "link to nowhere": (lambda p: replaced(p, lambda p: p.symlink_to("nowhere")), r"no such file"),
     "part rotated": (
         lambda p: rewritten(p, fields={"llama.rope.dimension_count": 4}),
         r"rope\.dimension_count",
@@ -214,12 +245,15 @@ GGUF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("case", GGUF_DAMAGE)
 def test_damaged_gguf_is_refused(case: str, tmp_path: Path) -> None:
     damage, message = GGUF_DAMAGE[case]
-    path = write_gguf(tmp_path / "tiny.gguf", random_weights(), tokens=[f"t{index}" for index in range(40)])
-    checkpoints.open_checkpoint(path)
+    path = write_model(tmp_path, "gguf")
     damage(path)
-    with pytest.raises(checkpoints.CheckpointError, match=message) as caught:
-        checkpoints.open_checkpoint(path)
-    assert str(path) in str(caught.value)
+    check_refused(path, message)
+
+
+def test_the_undamaged_file_loads(tmp_path: Path) -> None:
+    loaded = load(write_model(tmp_path, "gguf"))
+    for name, expected in random_weights().items():
+        np.testing.assert_array_equal(loaded[name], expected)
 
 
 def test_every_truncation_of_a_gguf_is_refused(tmp_path: Path) -> None:
@@ -236,13 +270,6 @@ def test_tokenizer_arrays_of_different_lengths(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", random_weights(), fields=fields, tokens=["a", "b", "c"])
     with pytest.raises(checkpoints.CheckpointError, match="token_type: got 2 items, expected 3"):
         checkpoints.open_checkpoint(path).tokenizer_source()
-
-
-@pytest.mark.parametrize("name", ["model.bin", "model.pt", "model.pth"])
-def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"\x80\x04.")
-    with pytest.raises(checkpoints.CheckpointError, match="pickled"):
-        checkpoints.open_checkpoint(tmp_path / name)
 
 
 def test_other_paths_are_refused_with_what_is_accepted(tmp_path: Path) -> None:

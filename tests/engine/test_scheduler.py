@@ -135,6 +135,7 @@ def test_a_slice_has_the_pages_of_its_tokens_and_no_more() -> None:
         plan = bench.plan()
         pages.append(plan.slices[0].pages)
         bench.scheduler.commit(plan, bench.runner.fetch(bench.runner.dispatch(plan)))
+        assert plan.slices[0].num_prompt == 8
     assert [len(p) for p in pages] == [1, 2, 3]
     assert pages[2][:2] == pages[1]
     assert (sequence.status, sequence.pages, bench.scheduler.pool.num_live) == (Status.FINISHED, [], 0)

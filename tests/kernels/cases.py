@@ -26,6 +26,7 @@ class Geometry:
     decode_rows: int = 0
     chunk_tokens: int = 0
     chunk_rows: int = 0
+    window: int | None = None
 
     @property
     def rows(self) -> int:
@@ -37,6 +38,7 @@ class Geometry:
 
     def __str__(self) -> str:
         step = f"D{self.decode_rows}-T{self.chunk_tokens}-C{self.chunk_rows}"
+        step += f"-W{self.window}" if self.window else ""
         return f"N{self.heads}-K{self.kv_heads}-H{self.width}-Z{self.page_size}-P{self.table_width}-{step}"
 
 
@@ -62,7 +64,8 @@ def build(
     """decodes: keys of each one-query row, 0 for a padding row; chunks: (start, count).
 
     Pages are dealt out in random order from a pool with pages to spare. `poison` fills what no row owns:
-    page 0, the spare pages, and the places of each last page beyond the row's keys.
+    page 0, the spare pages, and the places of each last page beyond the row's keys. With a window, pages
+    behind that of a row's first query have gone: their entries in the table are 0.
     """
     g = geometry
     assert len(decodes) <= g.decode_rows
@@ -76,9 +79,10 @@ def build(
     table, kv_len = np.zeros((g.rows, g.table_width), np.int32), np.zeros(g.rows, np.int32)
     pages = np.full((2, num_pages, g.kv_heads, g.page_size, g.width), poison, np.float32)
 
-    def own(row: int, keys: int) -> None:
+    def own(row: int, keys: int, first_query: int) -> None:
         kv_len[row] = keys
-        for number in range(-(-keys // g.page_size)):
+        seen = 0 if g.window is None else max(0, first_query - g.window + 1)
+        for number in range(seen // g.page_size, -(-keys // g.page_size)):
             page = table[row, number] = free.pop()
             held = min(g.page_size, keys - number * g.page_size)
             pages[:, page, :, :held] = generator.standard_normal((2, g.kv_heads, held, g.width))
@@ -86,13 +90,13 @@ def build(
     for row, keys in enumerate(decodes):
         if keys:
             token_row[row], positions[row] = row, keys - 1
-            own(row, keys)
+            own(row, keys, keys - 1)
     place, cut = g.decode_rows, []
     for row, (start, count) in enumerate(chunks, start=g.decode_rows):
         token_row[place : place + count] = row
         positions[place : place + count] = np.arange(start, start + count)
         cut.append((row, place, count))
-        own(row, start + count)
+        own(row, start + count, start)
         place += count
     tiles, num_tiles = fill_tiles(cut, tile_capacity(g.chunk_tokens, g.chunk_rows))
     q = generator.standard_normal((tokens, g.heads, g.width))
@@ -103,21 +107,22 @@ def build(
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("decode_rows", "backend"))
-def _attend(q, k_pages, v_pages, batch, *, decode_rows, backend):
+@functools.partial(jax.jit, static_argnames=("decode_rows", "window", "backend"))
+def _attend(q, k_pages, v_pages, batch, *, decode_rows, window, backend):
     return paged_attention(
-        q, k_pages, v_pages, batch, decode_rows=decode_rows, scale=q.shape[-1] ** -0.5, backend=backend
-    )
+        q, k_pages, v_pages, batch, decode_rows=decode_rows,
+        scale=q.shape[-1] ** -0.5, window=window, backend=backend,
+    )  # fmt: skip
 
 
 def attend(step: Step, geometry: Geometry, backend: str) -> np.ndarray:
     """[T, N, H] float32 of one backend."""
-    out = _attend(*step[:4], decode_rows=geometry.decode_rows, backend=backend)
+    out = _attend(*step[:4], decode_rows=geometry.decode_rows, window=geometry.window, backend=backend)
     assert out.dtype == step.q.dtype
     return np.asarray(out, np.float32)
 
 
-def plain(step: Step) -> np.ndarray:
+def plain(step: Step, window: int | None = None) -> np.ndarray:
     """Attention token by token in float64, with none of the code under test: the reference of `reference`."""
     q, k_pages, v_pages = (np.asarray(x, np.float64) for x in step[:3])
     batch = jax.tree.map(np.asarray, step.batch)
@@ -125,11 +130,12 @@ def plain(step: Step) -> np.ndarray:
     out = np.zeros_like(q)
     for token in np.flatnonzero(step.real):
         keys = batch.positions[token] + 1
+        first = 0 if window is None else max(0, keys - window)
         ids = batch.page_table[batch.token_row[token]]
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
-            k = np.concatenate([k_pages[page, kv_head] for page in ids])[:keys]
-            v = np.concatenate([v_pages[page, kv_head] for page in ids])[:keys]
+            k = np.concatenate([k_pages[page, kv_head] for page in ids])[first:keys]
+            v = np.concatenate([v_pages[page, kv_head] for page in ids])[first:keys]
             scores = k @ q[token, head] / np.sqrt(q.shape[-1])
             weights = np.exp(scores - scores.max())
             out[token, head] = weights @ v / weights.sum()

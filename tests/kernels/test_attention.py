@@ -5,6 +5,8 @@ Every case runs with NaN in all places that no row owns, so each of them is also
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from cases import Geometry, attend, build, plain
@@ -137,6 +139,22 @@ def test_table_widths(table_width: int) -> None:
     geometry = Geometry(4, 2, 8, 8, table_width, decode_rows=3, chunk_tokens=16, chunk_rows=2)
     most = geometry.most_keys
     check(geometry, (most, most - 7, 1), ((max(0, most - 9), min(9, most)), (0, 3)))
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 33, 128, 4096])
+def test_sliding_windows(window: int) -> None:
+    """Around pages and blocks, with the pages behind every window gone; one window larger than any row."""
+    mixed = dataclasses.replace(MIXED, window=window)
+    check(mixed, (1, 8, 0, 128), ((0, 9), (7, 2), (88, 40)))
+    check(mixed, (min(128, window), min(128, window + 1), 100, 63), ((100, 5), (0, 40)), seed=window)
+    step = build(mixed, (128, 0, 9), ((60, 30), (3, 4)))
+    assert np.abs(attend(step, mixed, "reference") - plain(step, window)).max() <= FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("window", [16, 100, 300])
+def test_sliding_windows_over_many_blocks(window: int) -> None:
+    check(dataclasses.replace(DECODE, window=window), (656, 640, 17, 577, 1, 0, 300, 639))
+    check(dataclasses.replace(CHUNKS, window=window), (), ((336, 310), (600, 2), (0, 8)))
 
 
 def test_positions_beyond_int16() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -9,19 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.config import LinearRope, Llama3Rope, ModelConfig, Rope
+from jaxinfer.config import DynamicRope, LinearRope, Llama3Rope, ModelConfig, Rope, StepShape, YarnRope
+from jaxinfer.core import Limits, SamplingParams, Slice, StepPlan
 from jaxinfer.model.kv import WriteSlots, create_kv
+from jaxinfer.runtime import inputs
 from pallas_kernels import RaggedBatch
 from pallas_kernels.batch import fill_tiles, tile_capacity
 
 Tensors = dict[str, np.ndarray]
 
 
-def frequencies(rope: Rope, head_dim: int) -> list[float]:
-    """Radians per position of each pair, one by one, in Python floats."""
+def frequencies(rope: Rope, head_dim: int, length: int = 0) -> list[float]:
+    """Radians per position of each pair, one by one, in Python floats, in a text of `length` tokens."""
     result = []
+    theta = rope.theta
+    if isinstance(rope, DynamicRope) and length > rope.original_max_position:
+        stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1)
+        theta *= stretch ** (head_dim / (head_dim - 2))
     for pair in range(head_dim // 2):
-        frequency = 1.0 / rope.theta ** (2 * pair / head_dim)
+        frequency = 1.0 / theta ** (2 * pair / head_dim)
         if isinstance(rope, LinearRope):
             frequency /= rope.factor
         elif isinstance(rope, Llama3Rope):
@@ -35,18 +42,28 @@ def frequencies(rope: Rope, head_dim: int) -> list[float]:
                     rope.high_freq_factor - rope.low_freq_factor
                 )
                 frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
+        elif isinstance(rope, YarnRope):
+            ends = []
+            for turns in (rope.beta_fast, rope.beta_slow):  # the pair that turns so often, by its wavelength
+                wavelength = rope.original_max_position / turns
+                ends.append(head_dim / 2 * math.log(wavelength / (2 * math.pi)) / math.log(theta))
+            low, high = (math.floor(ends[0]), math.ceil(ends[1])) if rope.truncate else ends
+            low, high = max(low, 0), min(high, head_dim - 1)
+            share = (pair - low) / (high - low if high != low else 0.001)
+            share = min(max(share, 0.0), 1.0)
+            frequency = frequency / rope.factor * share + frequency * (1 - share)
         result.append(frequency)
     return result
 
 
 def rotated(x: np.ndarray, rope: Rope) -> np.ndarray:
-    """x [T, heads, H], token t at position t: pairs are (i, i + H / 2)."""
+    """x [T, heads, H], token t at position t of a text of T tokens: pairs are (i, i + H / 2)."""
     tokens, _, width = x.shape
-    angles = np.outer(np.arange(tokens), frequencies(rope, width))[:, None, :]
+    angles = np.outer(np.arange(tokens), frequencies(rope, width, tokens))[:, None, :]
+    scale = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
+    cos, sin = np.cos(angles) * scale, np.sin(angles) * scale
     low, high = x[..., : width // 2], x[..., width // 2 :]
-    return np.concatenate(
-        [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)], axis=-1
-    )
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
 def dense_logits(config: ModelConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
@@ -62,17 +79,22 @@ def dense_logits(config: ModelConfig, tensors: Tensors, tokens: list[int]) -> np
         return x / np.sqrt(mean_square + config.rms_norm_eps) * held[f"{name}.weight"]
 
     x = held["model.embed_tokens.weight"][tokens]
-    causal = np.tril(np.ones((count, count), bool))
-    for index in range(config.num_layers):
+    position = np.arange(count)
+    for index, layer in enumerate(config.layers):
         at = f"model.layers.{index}"
         y = norm(x, f"{at}.input_layernorm")
-        q = rotated(linear(y, f"{at}.self_attn.q_proj").reshape(count, -1, width), config.rope)
-        k = rotated(linear(y, f"{at}.self_attn.k_proj").reshape(count, -1, width), config.rope)
-        v = linear(y, f"{at}.self_attn.v_proj").reshape(count, -1, width)
+        q, k, v = (linear(y, f"{at}.self_attn.{n}_proj").reshape(count, -1, width) for n in "qkv")
+        if config.qk_norm:
+            q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+        if layer.rotary:
+            q, k = rotated(q, config.rope), rotated(k, config.rope)
+        seen = position[None, :] <= position[:, None]
+        if layer.window is not None:
+            seen &= position[:, None] - position[None, :] < layer.window
         attended = np.zeros((count, config.num_heads, width))
         for head in range(config.num_heads):
-            shared = head // (config.num_heads // config.num_kv_heads)
-            scores = np.where(causal, q[:, head] @ k[:, shared].T / math.sqrt(width), -np.inf)
+            shared = head // (config.num_heads // layer.num_kv_heads)
+            scores = np.where(seen, q[:, head] @ k[:, shared].T / math.sqrt(width), -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             attended[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, shared]
         x = x + linear(attended.reshape(count, -1), f"{at}.self_attn.o_proj")
@@ -97,11 +119,62 @@ def chunk_logits(
     )
     slots = WriteSlots(table[positions // page_size], positions % page_size)
     dtype = jax.tree.leaves(state)[0].dtype
+    lengths = jnp.asarray([count], jnp.int32)
 
     @jax.jit
     def forward(state, tokens, batch, slots):
         model = nnx.merge(graph, state)
-        hidden, _ = model(tokens, create_kv(config, pages + 1, page_size, dtype), batch, slots, decode_rows=0)
+        hidden, _ = model(
+            tokens, create_kv(config, pages + 1, page_size, dtype), batch, slots, lengths, decode_rows=0
+        )
         return model.logits(hidden)
 
     return np.asarray(forward(state, jnp.asarray(tokens, jnp.int32), batch, slots))
+
+
+def paged_logits(
+    config: ModelConfig, graph: nnx.GraphDef, state: nnx.State, tokens: list[int], counts: list[int]
+) -> np.ndarray:
+    """[T, V] of the tokens run in slices of `counts`, as the engine packs them: chunks, then decode rows.
+
+    Pages of 8 from a shuffled pool; those behind every window are handed on to later positions.
+    """
+    size, total = 8, len(tokens)
+    limits = Limits(
+        num_pages=2, page_size=size, max_num_seqs=1, max_num_batched_tokens=max(counts),
+        max_model_len=total, vocab_size=config.vocab_size, window=config.window,
+    )  # fmt: skip
+    num_pages = 1 + limits.most_pages(total, max(counts))
+    free = np.random.default_rng(0).permutation(np.arange(1, num_pages)).tolist()
+    kv = create_kv(config, num_pages, size, jax.tree.leaves(state)[0].dtype)
+    pages: list[int] = []
+    logits, start = [], 0
+
+    @functools.partial(jax.jit, static_argnames="shape")
+    def run(state, kv, buffer, *, shape):
+        parts = inputs.unpack(inputs.layout(shape, -(-total // size)).split(buffer))
+        hidden, kv = nnx.merge(graph, state)(
+            parts.tokens, kv, parts.batch, parts.slots, parts.num_prompt, decode_rows=shape.decode_rows
+        )
+        return nnx.merge(graph, state).logits(hidden), kv
+
+    for count in counts:
+        for index in range(limits.first_page(start)):
+            if pages[index]:
+                free.append(pages[index])
+                pages[index] = 0
+        while len(pages) * size < start + count:
+            pages.append(free.pop())
+        piece = Slice(
+            uid=0, start=start, tokens=tuple(tokens[start : start + count]), pages=tuple(pages), emit=True,
+            sampling=SamplingParams(), seed=0, num_prompt=total,
+        )  # fmt: skip
+        shape = StepShape(1, 1, 0) if count == 1 else StepShape(max(counts), 0, 1)
+        buffer, _ = inputs.pack(
+            StepPlan(0, (piece,)), shape, table_width=-(-total // size), page_size=size,
+            num_pages=num_pages, vocab_size=config.vocab_size, window=config.window,
+        )  # fmt: skip
+        got, kv = run(state, kv, jnp.asarray(buffer), shape=shape)
+        logits.append(np.asarray(got)[:count])
+        start += count
+    return np.concatenate(logits)

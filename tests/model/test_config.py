@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer import ConfigError, EngineConfig, ModelConfig, RequestError, SamplingParams
+from jaxinfer.config import LayerConfig
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
@@ -16,8 +17,105 @@ GOOD = {
 
 def test_defaults_are_hugging_faces() -> None:
     config = ModelConfig.from_hf(GOOD)
-    assert (config.head_dim, config.group, config.rope.theta, config.max_position) == (8, 2, 10000.0, 2048)
-    assert ModelConfig.from_hf({**GOOD, "num_key_value_heads": None}).num_kv_heads == 4
+    assert (config.head_dim, config.rope.theta, config.max_position) == (8, 10000.0, 2048)
+    assert config.layers == (LayerConfig(2),) * 2
+    assert ModelConfig.from_hf({**GOOD, "num_key_value_heads": None}).layers[0].num_kv_heads == 4
+
+
+def of(model_type: str, **keys: Any) -> ModelConfig:
+    """GOOD as another family, with some keys changed; a key set to ... is left out."""
+    changed = {**GOOD, "num_hidden_layers": 4, "model_type": model_type, **keys}
+    del changed["architectures"]
+    return ModelConfig.from_hf({key: value for key, value in changed.items() if value is not ...})
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [layer.window for layer in config.layers]
+
+
+def test_what_each_family_fixes() -> None:
+    """As the configuration and modeling files of transformers 5.24 have it."""
+    llama, mistral, qwen2, qwen3, smollm3 = map(of, ("llama", "mistral", "qwen2", "qwen3", "smollm3"))
+    assert [c.qkv_bias for c in (llama, mistral, qwen2, qwen3, smollm3)] == [False, False, True, False, False]
+    assert not any(c.output_bias or c.mlp_bias for c in (llama, mistral, qwen2, qwen3, smollm3))
+    assert [c.qk_norm for c in (llama, mistral, qwen2, qwen3, smollm3)] == [False, False, False, True, False]
+    assert [c.tie_word_embeddings for c in (llama, mistral, qwen2, qwen3, smollm3)] == [False] * 4 + [True]
+    assert [c.head_dim for c in (llama, mistral, qwen2, qwen3, smollm3)] == [8, 8, 8, 128, 8]
+    assert smollm3.rope.theta == 2e6
+    biased = of("llama", attention_bias=True, mlp_bias=True)
+    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+    assert of("qwen3", attention_bias=True).output_bias
+    heads = {"num_key_value_heads": ...}
+    assert of("llama", **heads).layers[0].num_kv_heads == 4
+    wide = {**heads, "num_attention_heads": 32, "hidden_size": 256}
+    assert of("mistral", **wide).layers[0].num_kv_heads == 8
+    assert of("smollm3", **wide).layers[0].num_kv_heads == 4
+    assert of("qwen2", **wide).layers[0].num_kv_heads == 32
+
+
+def test_windows_of_each_family() -> None:
+    assert windows(of("mistral")) == [4096] * 4
+    assert windows(of("mistral", sliding_window=None)) == [None] * 4
+    assert of("mistral", sliding_window=16).window == 16
+    for family in ("qwen2", "qwen3"):
+        assert windows(of(family, sliding_window=16, max_window_layers=2)) == [None] * 4
+        on = {"use_sliding_window": True, "sliding_window": 16}
+        assert windows(of(family, **on)) == [None] * 4  # from layer 28 on
+        assert windows(of(family, **on, max_window_layers=2)) == [None, None, 16, 16]
+        mixed = of(family, **on, layer_types=["sliding_attention", "full_attention"] * 2)
+        assert windows(mixed) == [16, None, 16, None]
+        assert mixed.window is None
+    on = {"use_sliding_window": True, "sliding_window": 16, "no_rope_layer_interval": 2}
+    assert windows(of("smollm3", **on)) == [None, 16, None, 16]
+    assert windows(of("smollm3", **{**on, "use_sliding_window": False})) == [None] * 4
+
+
+def test_layers_without_rope() -> None:
+    """1 is a layer with rotary embeddings; by default every fourth has none."""
+
+    def rotary(**keys: Any) -> list[bool]:
+        return [layer.rotary for layer in of("smollm3", **keys).layers]
+
+    assert rotary() == [True, True, True, False]
+    assert rotary(no_rope_layer_interval=2) == [True, False, True, False]
+    assert rotary(no_rope_layers=[0, 0, 1, 1], no_rope_layer_interval=2) == [False, False, True, True]
+
+
+def test_kv_heads_by_layer() -> None:
+    for key in ("num_key_value_heads", "num_key_value_heads_per_layer"):
+        assert [layer.num_kv_heads for layer in of("llama", **{key: [4, 2, 1, 2]}).layers] == [4, 2, 1, 2]
+        for wrong in ([4, 2, 1], [4, 3, 1, 2], [4, "2", 1, 2], [0, 1, 1, 1]):
+            with pytest.raises(ConfigError, match="num_key_value_heads"):
+                of("llama", **{key: wrong})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "named"),
+    [
+        ("llama", {"architectures": ["MistralForCausalLM"]}, "contradict"),
+        ("gemma2", {}, "model_type 'gemma2'"),
+        (7, {}, "model_type 7"),
+        ("llama", {"num_experts": 8}, "num_experts"),
+        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ("llama", {"vocab_size": 2**40}, "vocab_size"),
+        ("llama", {"hidden_size": 33}, "head_dim"),
+        ("llama", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ("llama", {"attention_multiplier": 0.1}, "attention_multiplier"),
+        ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("mistral", {"sliding_window": "16"}, "sliding_window"),
+        ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("qwen3", {"use_sliding_window": 1}, "use_sliding_window"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 2]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ],
+)
+def test_families_refuse_by_key(model_type: Any, keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        ModelConfig.from_hf(
+            {**GOOD, "architectures": None, "num_hidden_layers": 4, "model_type": model_type, **keys}
+        )
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -35,10 +133,15 @@ def test_defaults_are_hugging_faces() -> None:
         ("rms_norm_eps", float("nan")),
         ("rope_theta", "high"),
         ("rope_scaling", "x"),
-        ("rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("rope_scaling", {"type": "longrope", "factor": 2.0}),
+        ("rope_scaling", {"type": "yarn", "factor": 0.5}),
+        ("rope_scaling", {"type": "yarn", "rope_type": "linear", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": 7, "factor": 2.0}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
         ("rope_scaling", {"type": "linear", "factor": 0}),
         ("rope_scaling", {"type": "linear", "factor": 2.0, "surprise": 1}),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": None}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+        ("rope_parameters", {"rope_type": "default", "factor": 4.0}),
         ("partial_rotary_factor", 0.5),
         ("sliding_window", 128),
         ("hidden_act", "gelu"),

@@ -15,7 +15,7 @@ from jaxinfer.core import ConfigError
 from jaxinfer.model import weights
 
 TIED = tiny_config(tie_word_embeddings=True)
-BIASED = tiny_config(attention_bias=True, attention_output_bias=True, mlp_bias=True)
+BIASED = tiny_config(qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
 
 
 def refuse(config: ModelConfig, change: Callable[[dict[str, np.ndarray]], Any], message: str) -> None:
@@ -77,24 +77,33 @@ def test_old_rotary_buffers_are_passed_over() -> None:
     tiny_params(TINY, {**random_tensors(TINY), name: np.zeros(8, np.float32)})
 
 
-def test_every_tensor_is_read_once_and_lands_unchanged() -> None:
-    """Each value of the checkpoint is found again in the parameters, whatever their layout."""
+class Counting(Tensors):
+    """Counts the elements read of each tensor."""
 
-    class Counting(Tensors):
-        reads: list[str] = []  # noqa: RUF012
+    def __init__(self, tensors: dict[str, np.ndarray]):
+        super().__init__(tensors)
+        self.counts = dict.fromkeys(tensors, 0)
 
-        def read(self, name: str) -> np.ndarray:
-            self.reads.append(name)
-            return super().read(name)
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        part = super().read(name, index)
+        self.counts[name] += part.size
+        return part
 
-    source = Counting(random_tensors(BIASED))
-    counted: list[int] = []
+
+@pytest.mark.parametrize("most_bytes", [1, 3000, weights.READ_BYTES])
+def test_every_tensor_is_read_once_and_lands_unchanged(most_bytes: int, monkeypatch) -> None:
+    """Each value of the checkpoint is found again in the parameters, whatever their layout, and in however
+    many parts it was read."""
+    source, counted = Counting(random_tensors(BIASED)), []
+    whole = tiny_params(BIASED)[1]
+    monkeypatch.setattr(weights, "READ_BYTES", most_bytes)
     _, state = weights.load_params(BIASED, tiny_build(), source, on_tensor=counted.append)
-    assert sorted(source.reads) == sorted(source.names())
+    assert source.counts == {name: tensor.size for name, tensor in source.tensors.items()}
     assert len(counted) == len(list(weights.parameters(BIASED)))
     held = np.sort(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(state)]))
     np.testing.assert_array_equal(held, np.sort(np.concatenate([t.ravel() for t in source.tensors.values()])))
     assert held.size == BIASED.num_params
+    jax.tree.map(np.testing.assert_array_equal, whole, state)
 
 
 def test_random_parameters_repeat_and_have_the_models_shapes() -> None:

@@ -106,6 +106,73 @@ def test_indexes_that_the_device_would_bend_are_refused(wrong: Slice, message: s
         packed(StepShape(1, 1, 0), wrong)
 
 
+WINDOWED = {**SIZES, "table_width": 4, "window": 5}
+
+
+@pytest.mark.parametrize(
+    ("start", "pages"),
+    [
+        (7, (7, 3)),  # the query at 7 sees 3 .. 7: page 0 of the table holds 3
+        (8, (0, 7, 3)),  # 4 .. 8: the first page can go
+        (8, (9, 7, 3)),  # and need not have gone: the plan of a step that was decided before it went
+        (11, (0, 7, 3)),  # 7 .. 11
+        (12, (0, 0, 7, 3)),  # 8 .. 12
+    ],
+)
+def test_pages_behind_the_window_may_be_page_0(start: int, pages: tuple[int, ...]) -> None:
+    shape = StepShape(1, 1, 0)
+    buffer, _ = inputs.pack(StepPlan(0, (piece(start, (1,), pages),)), shape, **WINDOWED)
+    view = inputs.layout(shape, WINDOWED["table_width"]).views(buffer)
+    assert view["page_table"][0].tolist() == [*pages, *[0] * (4 - len(pages))]
+    assert (view["page_ids"].tolist(), view["kv_len"].tolist()) == ([pages[-1]], [start + 1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (piece(7, (1,), (0, 3)), r"page ids \(0, 3\) leave 1\.\.9"),  # seen
+        (piece(12, (1,), (0, 0, 0, 3)), r"page ids \(0, 3\) leave 1\.\.9"),  # seen
+        (piece(12, (1,), (0, 0, 7, 0)), r"page ids \(7, 0\) leave 1\.\.9"),  # written
+        (piece(7, (1,) * 9, (0, 3, 4, 5)), r"page ids \(0, 3, 4, 5\) leave 1\.\.9"),  # seen by the first only
+        (piece(8, (1,) * 8, (0, 3, 4, 0)), r"page ids \(3, 4, 0\) leave 1\.\.9"),  # written by the last
+        (piece(8, (1,), (10, 7, 3)), r"page ids \(10, 7, 3\) leave 0\.\.9"),  # masked, and gathered still
+        (piece(8, (1,), (-1, 7, 3)), r"page ids \(-1, 7, 3\) leave 0\.\.9"),
+    ],
+)
+def test_pages_that_a_window_sees_or_a_slice_writes_are_none_of_page_0(wrong: Slice, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        inputs.pack(StepPlan(0, (wrong,)), StepShape(16, 1, 1), **WINDOWED)
+
+
+@given(st.data())
+def test_page_0_is_refused_exactly_where_a_query_sees_or_a_token_is_written(data: st.DataObject) -> None:
+    """Against the definition: some query of the slice sees, or some token goes to, a position of the page."""
+    size, window = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 40))
+    start, count = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 20))
+    width = -(-(start + count) // size)
+    gone = data.draw(st.integers(0, width - 1))
+    pages = tuple(0 if i == gone else i + 1 for i in range(width))
+    used = {p // size for q in range(start, start + count) for p in range(max(0, q - window + 1), q + 1)}
+    shape = StepShape(21, 1, 1)
+    sizes = {"table_width": width, "page_size": size, "num_pages": width + 1, "vocab_size": 9}
+    plan = StepPlan(0, (piece(start, (1,) * count, pages),))
+    if gone in used:
+        with pytest.raises(AssertionError, match="page ids"):
+            inputs.pack(plan, shape, window=window, **sizes)
+    else:
+        inputs.pack(plan, shape, window=window, **sizes)
+        with pytest.raises(AssertionError, match="page ids"):
+            inputs.pack(plan, shape, **sizes)
+
+
+def test_the_length_of_the_prompt_goes_with_each_row() -> None:
+    """Whether the slice samples or not: its rotations depend on it."""
+    shape = StepShape(tokens=5, decode_rows=2, chunk_rows=2)
+    decode = piece(6, (11,), (7, 3), num_prompt=4)
+    chunk = piece(4, (21, 22, 23), (5, 9), emit=False, num_prompt=50)
+    assert packed(shape, decode, chunk)["num_prompt"].tolist() == [4, 0, 50, 0]
+
+
 # -------------------------------------------------------------------------------------------------- layout
 
 

@@ -68,7 +68,7 @@ class ScriptedEngine:
         time.sleep(self.step_s)
         self.steps += 1
         if self.steps == self.die_at:
-            raise RuntimeError("the device fell off the bus")
+            raise RuntimeError("/srv/secret/path: the device fell off the bus\n" * 1000)
         events = [
             self._advance(request_id, index) for request_id, rows in self.running.items() for index in [*rows]
         ]
@@ -139,7 +139,11 @@ class ScriptedLLM:
         )
         self._ids = itertools.count()
 
-    def prepare(self, prompt: str | list[int], sampling: SamplingParams) -> Request:
+    def prepare(
+        self, prompt: str | list[int], sampling: SamplingParams | dict[str, Any] | None = None
+    ) -> Request:
+        if not isinstance(sampling, SamplingParams):
+            sampling = SamplingParams(**(sampling or {}))
         ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
         if not ids:
             raise RequestError("prompt is empty", "prompt")
@@ -157,6 +161,6 @@ class ScriptedLLM:
         return list(text.encode())
 
     def prepare_chat(
-        self, messages: list[dict[str, Any]], sampling: SamplingParams, **options: bool
+        self, messages: list[dict[str, Any]], sampling: SamplingParams | dict[str, Any], **options: bool
     ) -> Request:
         return self.prepare(self.encode_chat(messages, **options), sampling)

@@ -179,7 +179,7 @@ def test_a_failure_before_the_first_token_has_a_status():
     ("engine", "message", "code"),
     [
         (ScriptedEngine(fail_at=3), "row of NaN logits", "generation_error"),
-        (ScriptedEngine(die_at=4), "fell off the bus", "engine_stopped"),
+        (ScriptedEngine(die_at=4), "the engine has stopped: RuntimeError", "engine_stopped"),
     ],
 )
 def test_a_failure_after_the_first_chunk_is_an_event(engine: ScriptedEngine, message: str, code: str):

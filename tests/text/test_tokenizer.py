@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,40 @@ def test_smollm2_cases_both_ways(smollm2: Tokenizer, case: dict) -> None:
     assert "".join(pushed) + stream.finish() == case["text"]
     assert b"".join(map(smollm2.token_bytes, case["ids"])) == case["text"].encode()
     assert "\ufffd" not in "".join(pushed)
+
+
+def both_ways(tokenizer: Tokenizer, text: str) -> None:
+    """Encode, decode, and decode piece by piece."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    stream = tokenizer.stream(skip_special_tokens=False)
+    pushed = [stream.push(token_id) for token_id in ids]
+    assert "".join(pushed) + stream.finish() == text
+    assert "\ufffd" not in "".join(pushed)
+
+
+@pytest.mark.model
+def test_smollm2_cases_from_a_tokenizer_json(smollm2: Tokenizer, tmp_path: Path) -> None:
+    smollm2._core.save(str(tmp_path / "tokenizer.json"))
+    from_json = Tokenizer.from_folder(tmp_path)
+    for case in CASES:
+        assert from_json.encode(case["text"]) == case["ids"]
+        both_ways(from_json, case["text"])
+
+
+@pytest.mark.parametrize(
+    "kind", ["bytes", "bpe", "gguf pieces", "json pieces", "llama-bpe", "qwen2", "tekken"]
+)
+def test_texts_of_the_cases_come_back_whole(stories: Tokenizer, kind: str) -> None:
+    """Every kind of tokenizer: byte-level BPE by each pre-tokenizer, SentencePiece with byte fallback."""
+    known = {"bytes": BYTES, "bpe": SMALL, "gguf pieces": SENTENCE_PIECE, "json pieces": stories}
+    tokenizer = known.get(kind) or Tokenizer.from_gguf(small_source(pre=kind))
+    for case in CASES:
+        text = case["text"]
+        if kind == "qwen2":
+            text = unicodedata.normalize("NFC", text)  # as the models' own tokenizer does
+        if not (kind.endswith("pieces") and any(special in text for special in ("<s>", "</s>", "<unk>"))):
+            both_ways(tokenizer, text)
 
 
 @pytest.mark.model
@@ -148,6 +183,33 @@ def test_token_types_of_a_gguf() -> None:
     assert SMALL.encode("[PAD9]") != [265]
 
 
+def test_padding_of_a_gguf_is_no_vocabulary() -> None:
+    """Rows past the tokenizer: of type unused, or user-defined and named by their id (older converters)."""
+    source = small_source()
+    tokens = (*source.tokens, "[PAD266]", "[PAD267]", "[PAD9]x")
+    assert Tokenizer.from_gguf(source).vocab_size == 265
+    assert SMALL.base_vocab_size == 265
+    padded = small_source(tokens=tokens[:-1], token_types=np.array([*source.token_types, 5, 4]))
+    tokenizer = Tokenizer.from_gguf(padded)
+    assert tokenizer.vocab_size == 265
+    assert 267 not in tokenizer.encode("[PAD267]")
+    named = small_source(tokens=tokens, token_types=np.array([*source.token_types, 5, 4, 4]))
+    assert Tokenizer.from_gguf(named).vocab_size == 269, "a name of its own is a token"
+
+
+def test_a_gap_in_the_vocabulary_hides_no_token() -> None:
+    tokens = list(small_source().tokens)
+    types = [1] * 261 + [3, 3, 3, 4, 5]
+    tokens[258], types[258] = "unused", 5
+    tokens[265], types[265] = "ab", 1
+    merges = ("h e", "l l", "Ġ w", "ð Ł", "a b")
+    gap = Tokenizer.from_gguf(small_source(tokens=tuple(tokens), token_types=np.array(types), merges=merges))
+    assert gap.vocab_size == 266
+    assert gap.encode("ab") == [265]
+    assert gap.decode([265]) == "ab"
+    assert gap.token_bytes(258) == b""
+
+
 @pytest.mark.parametrize(
     ("pre", "text", "pieces"),
     [
@@ -164,6 +226,13 @@ def test_pre_tokenizer_kinds(pre: str | None, text: str, pieces: list[str]) -> N
     tokenizer = Tokenizer.from_gguf(small_source(pre=pre))
     spaced = [piece.replace(" ", "Ġ") for piece in pieces]
     assert [piece for piece, _ in tokenizer._core.pre_tokenizer.pre_tokenize_str(text)] == spaced
+
+
+def test_a_gguf_that_names_no_pre_tokenizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    Tokenizer.from_gguf(small_source(pre="gpt-2"))
+    assert not caplog.records
+    Tokenizer.from_gguf(small_source(pre=None))
+    assert "names no pre-tokenizer" in caplog.text
 
 
 def test_bos_of_a_gguf() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,18 @@ from jax.experimental.compilation_cache import compilation_cache
 import checkpoints
 import pallas_kernels
 from jaxinfer.config import EngineConfig, ModelConfig, shape_ladder
-from jaxinfer.core import ConfigError, Limits
+from jaxinfer.core import ConfigError, Limits, SamplingParams
 from jaxinfer.model import weights
 from jaxinfer.model.llama import Build
 from jaxinfer.presets import PRESETS
 from jaxinfer.progress import phase
+from jaxinfer.runtime.generation_config import check_ids, default_sampling, end_ids
 from jaxinfer.runtime.runner import JaxRunner
 from jaxinfer.runtime.trace import release_freed_memory
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 RANDOM = "random:"
 CPU_POOL_BYTES = 1 << 30
@@ -41,6 +46,7 @@ class Loaded:
     model_name: str
     model_config: ModelConfig
     engine_config: EngineConfig
+    default_sampling: SamplingParams
 
 
 def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> Loaded:
@@ -61,6 +67,11 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     wanted = progress is not False
 
     name, model_config, source, tokenizer, template = _open(model)
+    eos = _eos_ids(model_config, source, tokenizer)
+    sampled_vocab = _sampled_vocab(model_config, source, tokenizer)
+    sampling = SamplingParams()
+    if source is not None and config.generation_config == "auto":
+        sampling = default_sampling(source.generation_config, _generation_file(source))
     max_model_len = config.max_model_len or model_config.max_position
     if max_model_len > model_config.max_position:
         raise ConfigError(
@@ -73,34 +84,71 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
         else:
             graph, state = weights.load_params(model_config, build, source, on_tensor=advance)
     release_freed_memory()  # what reading left behind, before the pool takes its share
-    num_pages = _num_pages(config, model_config, max_model_len, kv_dtype, platform)
+    limits = Limits(
+        num_pages=2, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size, eos_token_ids=eos, window=model_config.window,
+        sampled_vocab=sampled_vocab,
+    )  # fmt: skip
+    num_pages = _num_pages(config, model_config, limits, kv_dtype, platform)
+    limits = replace(limits, num_pages=num_pages)
     runner = JaxRunner(
         model_config, graph, state, shape_ladder(config.max_num_seqs, config.max_num_batched_tokens),
         num_pages=num_pages, page_size=config.page_size, max_model_len=max_model_len,
-        kv_dtype=kv_dtype, platform=platform, progress=wanted,
+        kv_dtype=kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
     )  # fmt: skip
     if config.warmup == "full":
         runner.warm_up()
-    eos = _eos_ids(model_config, source, tokenizer)
-    limits = Limits(
-        num_pages=num_pages, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
-        vocab_size=model_config.vocab_size, eos_token_ids=frozenset(eos),
-    )  # fmt: skip
-    return Loaded(runner, limits, tokenizer, template, name, model_config, config)
+    return Loaded(runner, limits, tokenizer, template, name, model_config, config, sampling)
 
 
 def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The ids that end an answer: generation_config.json's where it names any, else the tokenizer's or the
-    model's own. Random weights end nowhere but at the config's."""
+    model's own. Random weights end nowhere but at the config's. Raises ConfigError for an id outside the
+    vocabulary: such an answer would never end."""
     if source is None:
-        return frozenset(config.eos_token_ids)
-    if tokenizer is not None:
-        return frozenset(tokenizer.eos_ids)  # it has read generation_config too
-    stated = source.generation_config.get("eos_token_id")
-    if stated is None:
-        return frozenset(config.eos_token_ids)
-    return frozenset([stated] if isinstance(stated, int) else stated)
+        return frozenset(end_ids(config.eos_token_ids, config.vocab_size, "config.json"))
+    stated = end_ids(
+        source.generation_config.get("eos_token_id"), config.vocab_size, _generation_file(source)
+    )
+    if tokenizer is None:
+        own = end_ids(config.eos_token_ids, config.vocab_size, f"{source.path}: config.json")
+        return frozenset(stated or own)
+    check_ids("eos_token_id", tokenizer.eos_ids, config.vocab_size, str(source.path))
+    return frozenset(tokenizer.eos_ids)  # it has read generation_config too
+
+
+def _sampled_vocab(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> int:
+    """How many ids, from 0 on, may be sampled: those up to the tokenizer's last one. The rows past it only
+    pad the output matrix. Without a tokenizer, and for random weights, every row counts.
+
+    The other way round, a tokenizer with more ids than the model has rows: where only added tokens lie
+    outside (many fine-tunes add a "[PAD]" and leave the matrix as it was), a prompt that holds one is
+    refused, one by one. A whole vocabulary that does not fit belongs to another model: ConfigError.
+    """
+    rows = config.vocab_size
+    if source is None or tokenizer is None:
+        return rows
+    if tokenizer.base_vocab_size > rows:
+        raise ConfigError(
+            f"{source.path}: the tokenizer's vocabulary has {tokenizer.base_vocab_size} ids and the model's "
+            f"{rows} (vocab_size); they do not belong together"
+        )
+    if tokenizer.adds_bos:
+        check_ids("bos_token_id", [tokenizer.bos_id or 0], rows, str(source.path))
+    outside = [token for token_id, token in tokenizer.added_tokens.items() if token_id >= rows]
+    if outside:
+        shown = ", ".join(repr(token.content[:40]) for token in outside[:3])
+        logger.warning(
+            "%s: %d added tokens (%s) lie outside the model's vocabulary of %d; a prompt with one is refused",
+            source.path, len(outside), shown, rows,
+        )  # fmt: skip
+    return min(tokenizer.vocab_size, rows)
+
+
+def _generation_file(source: Any) -> str:
+    """What a message calls the place of generation_config; a GGUF file holds it itself."""
+    return str(source.path / "generation_config.json" if source.path.is_dir() else source.path)
 
 
 def _auto(value: str, default: str) -> str:
@@ -113,13 +161,27 @@ def _open(model: str) -> tuple[str, ModelConfig, Any, Tokenizer | None, ChatTemp
         tokenizer = ByteTokenizer()
         usable = tokenizer.vocab_size <= model_config.vocab_size
         return model, model_config, None, tokenizer if usable else None, None
-    checkpoint = checkpoints.open_checkpoint(checkpoints.resolve(model))
+    path = checkpoints.resolve(model)
+    if not path.is_dir() and not path.is_file():  # reading a FIFO would wait for ever
+        raise ConfigError(
+            f"{path} is neither a file nor a folder but a {_kind(path)}; give a folder with config.json and "
+            "safetensors, or a .gguf file"
+        )
+    checkpoint = checkpoints.open_checkpoint(path)
     model_config = ModelConfig.from_hf(checkpoint.config)
     origin = checkpoint.tokenizer_source()
     tokenizer = load_tokenizer(origin)
     template = ChatTemplate.from_source(origin, tokenizer) if tokenizer else None
     name = Path(model).resolve().name if os.path.exists(model) else model
     return name, model_config, checkpoint, tokenizer, template
+
+
+def _kind(path: Path) -> str:
+    kinds = (
+        (path.is_fifo, "named pipe"), (path.is_socket, "socket"),
+        (path.is_char_device, "character device"), (path.is_block_device, "block device"),
+    )  # fmt: skip
+    return next((name for test, name in kinds if test()), "special file")
 
 
 def _random_config(which: str) -> dict[str, Any]:
@@ -141,9 +203,10 @@ def _random_config(which: str) -> dict[str, Any]:
 
 
 def _num_pages(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, kv_dtype: jnp.dtype, platform: str
+    config: EngineConfig, model: ModelConfig, limits: Limits, kv_dtype: jnp.dtype, platform: str
 ) -> int:
-    """M: as stated, else what the limits can use, within the memory that may be taken."""
+    """M: as stated, else what the limits (whose own num_pages is not looked at) can use, within the memory
+    that may be taken."""
     page_bytes = model.kv_bytes_per_token(kv_dtype.itemsize) * config.page_size
     available = _free_bytes(platform)
     if config.num_pages is not None:
@@ -154,7 +217,7 @@ def _num_pages(
                 f"{available / 1e9:.1f} GB are free"
             )
         return config.num_pages
-    per_sequence = -(-max_model_len // config.page_size)
+    per_sequence = limits.pages_per_sequence
     free = int(available * config.memory_utilization)
     if platform == "cpu":
         free = min(free, max(CPU_POOL_BYTES, (per_sequence + 1) * page_bytes))
@@ -181,14 +244,30 @@ def _free_bytes(platform: str) -> int:
 
 
 def use_compile_cache(folder: str | None) -> None:
-    """Let JAX keep compiled programs in `folder` (None: the default one, "": nowhere)."""
+    """Let JAX keep compiled programs in `folder` (None: the default one, "": nowhere).
+
+    A folder that cannot be written is told in one line and not used: JAX would warn at every program.
+    """
     if folder is None:
         if jax.config.jax_compilation_cache_dir:
             return  # the user's own choice stands
         folder = str(checkpoints.cache_folder() / "compile")
+    if folder and (reason := _not_writable(folder)):
+        logger.warning("compiled programs are not kept: the folder %s cannot be written (%s)", folder, reason)
+        folder = ""
     if (folder or None) == jax.config.jax_compilation_cache_dir:
         return
     compilation_cache.reset_cache()  # JAX opens its cache once a process; a new folder needs a new opening
     jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _not_writable(folder: str) -> str | None:
+    """Why no file can be made in `folder` (made too, if need be); None when one can."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,22 @@
+"""What runs (ModelConfig) and how it is run (EngineConfig, StepShape). Frozen, complete, strict.
+
+`ModelConfig.from_hf` (config/hugging_face.py) is the only place that reads Hugging Face config keys.
+"""
+
+from jaxinfer.config.engine import EngineConfig
+from jaxinfer.config.model import LayerConfig, ModelConfig
+from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from jaxinfer.config.steps import StepShape, shape_ladder
+
+__all__ = [
+    "DynamicRope",
+    "EngineConfig",
+    "LayerConfig",
+    "LinearRope",
+    "Llama3Rope",
+    "ModelConfig",
+    "Rope",
+    "StepShape",
+    "YarnRope",
+    "shape_ladder",
+]

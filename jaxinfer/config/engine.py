@@ -1,0 +1,102 @@
+"""How a model is run: `EngineConfig`, whose fields are the command line's flags and the keywords of `LLM`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jaxinfer.core import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a model is run. Field names are the command-line flags and the keywords of `LLM`.
+
+    Raises ConfigError for a value out of range, or one that this version does not implement.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and arithmetic; auto is bfloat16 on GPU and float32 on CPU."""
+    max_model_len: int | None = None
+    """Longest prompt + output of a request, in tokens; None is the model's own limit."""
+    max_num_seqs: int = 32
+    """Most sequences that run together in one step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step, shared by decodes (served first) and prefill chunks."""
+    page_size: int = 16
+    """Tokens per KV page (Z)."""
+    num_pages: int | None = None
+    """Pages in the pool (M); None is as many as memory_utilization allows and the limits can use."""
+    memory_utilization: float = 0.9
+    """Share of the device's free memory that the pool may take; on CPU the pool also stays below 1 GiB
+    (or one sequence of max_model_len, if that is more), since host memory is shared with everything else."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the pages; auto is `dtype`."""
+    attention_backend: Literal["auto", "xla", "reference"] = "auto"
+    """Which implementation of paged attention; auto takes the best that supports the device."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto takes the default sampling of requests from the model's own generation_config.json."""
+    seed: int | None = None
+    """Seeds the draws of requests that bring no seed of their own; None takes one from the system."""
+    compile_cache_dir: str | None = None
+    """Where compiled programs are kept; None is $JAXINFER_CACHE/compile, "" keeps none."""
+    warmup: Literal["full", "lazy"] = "lazy"
+    """full compiles every program at start; lazy compiles each on its first use."""
+    # Not served yet: any other value than these is refused by name.
+    quantization: None = None
+    interpret_kernels: bool = False
+    enable_prefix_caching: bool = False
+    scheduling_policy: Literal["fcfs"] = "fcfs"
+    async_scheduling: bool = False
+    batch_invariant: bool = False
+    speculative: None = None
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, neutral in _NOT_SERVED.items():
+            if getattr(self, name) != neutral:
+                raise ConfigError(f"{name} is not supported yet; leave it at {neutral!r}")
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                allowed = ", ".join(get_args(hint))
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {allowed}")
+        for name, low, optional in (
+            ("max_model_len", 2, True), ("max_num_seqs", 1, False), ("max_num_batched_tokens", 1, False),
+            ("page_size", 1, False), ("num_pages", 2, True), ("seed", -(2**63), True),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if optional and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
+                raise ConfigError(f"{name} must be an integer of at least {low}, below 2^63; got {value!r}")
+        share = self.memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"memory_utilization must lie in (0, 1], got {share!r}")
+        if not isinstance(self.compile_cache_dir, (str, type(None))):
+            raise ConfigError(f"compile_cache_dir must be a path as text, got {self.compile_cache_dir!r}")
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Build from keywords; an unknown one is refused with the list of known ones."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(kwargs) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown engine option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        return cls(**kwargs)
+
+
+_NOT_SERVED: dict[str, Any] = {
+    "quantization": None,
+    "interpret_kernels": False,
+    "enable_prefix_caching": False,
+    "scheduling_policy": "fcfs",
+    "async_scheduling": False,
+    "batch_invariant": False,
+    "speculative": None,
+    "tensor_parallel_size": 1,
+}

@@ -1,0 +1,270 @@
+"""From Hugging Face's `config.json` to ModelConfig: the families, their keys and their class defaults.
+
+What a key means, and what holds when it is absent, is what the model's own class in transformers makes of it
+(configuration_llama.py, configuration_mistral.py, ...). A key that changes the arithmetic and is not
+implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.config.hugging_face_rope import rope_from_hf
+from jaxinfer.config.keys import Keys
+from jaxinfer.config.model import MAX_LAYERS, LayerConfig, ModelConfig
+from jaxinfer.config.rope import DynamicRope, Rope, YarnRope
+from jaxinfer.core import ConfigError
+
+Windows = Callable[[Keys, int, tuple[bool, ...]], list[int | None]]
+"""(keys, layers, which layers rotate) -> the window of each layer."""
+
+
+def _no_windows(keys: Keys, layers: int, rotary: tuple[bool, ...]) -> list[int | None]:
+    del rotary
+    if keys.optional_integer("sliding_window") is not None:
+        raise ConfigError(
+            f"config.json: sliding_window = {keys.config['sliding_window']!r} is not supported for this "
+            "architecture; allowed: null"
+        )
+    return _by_layer_types(keys, layers, None, [None] * layers)
+
+
+def _one_window(keys: Keys, layers: int, rotary: tuple[bool, ...]) -> list[int | None]:
+    """Mistral: every layer has the window, which is 4096 unless the key says otherwise; with `layer_types`
+    (transformers reads such a Mistral as a Ministral) those of its layers that slide."""
+    del rotary
+    window = keys.optional_integer("sliding_window", absent=4096)
+    return _by_layer_types(keys, layers, window, [window] * layers)
+
+
+def _windows_of_upper_layers(keys: Keys, layers: int, rotary: tuple[bool, ...]) -> list[int | None]:
+    """Qwen2, Qwen3: with `use_sliding_window`, `layer_types`, else the layers from `max_window_layers` on."""
+    del rotary
+    window = keys.optional_integer("sliding_window", absent=4096)
+    window = window if keys.flag("use_sliding_window") else None
+    first = keys.whole("max_window_layers", 28)
+    return _by_layer_types(keys, layers, window, [window if i >= first else None for i in range(layers)])
+
+
+def _windows_of_layers_without_rope(keys: Keys, layers: int, rotary: tuple[bool, ...]) -> list[int | None]:
+    """SmolLM3: `layer_types`, or with `use_sliding_window` the layers that do not rotate."""
+    window = keys.optional_integer("sliding_window")
+    used = window if keys.flag("use_sliding_window") else None
+    return _by_layer_types(keys, layers, window, [None if rotates else used for rotates in rotary])
+
+
+def _by_layer_types(
+    keys: Keys, layers: int, window: int | None, otherwise: list[int | None]
+) -> list[int | None]:
+    """The windows that `layer_types` asks for, where it is stated."""
+    types = keys.config.get("layer_types")
+    if types is None:
+        return otherwise
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+        raise ConfigError(
+            f"config.json: layer_types must be a list of {layers} of {', '.join(known)}; got {_shown(types)}"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ConfigError("config.json: layer_types has sliding_attention, but no sliding_window is in use")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the classes of one model_type in transformers fix, and what holds where a key is absent.
+
+    A bias of None is what the key says (`attention_bias`, `mlp_bias`). `kv_heads` and `head_dim` None: as
+    many KV heads as query heads, and hidden_size / num_attention_heads.
+    """
+
+    architecture: str
+    windows: Windows
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    skips_rope: bool = False
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    max_position: int = 32768
+    theta: float = 10000.0
+    tied: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _no_windows, max_position=2048),
+    "mistral": Family(
+        "MistralForCausalLM", _one_window, qkv_bias=False, output_bias=False, mlp_bias=False,
+        kv_heads=8, max_position=131072,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", _windows_of_upper_layers, qkv_bias=True, output_bias=False, mlp_bias=False,
+        kv_heads=32,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", _windows_of_upper_layers, mlp_bias=False, qk_norm=True, kv_heads=32, head_dim=128,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", _windows_of_layers_without_rope, skips_rope=True, kv_heads=4,
+        theta=2000000.0, tied=True,
+    ),
+}  # fmt: skip
+"""model_type -> family."""
+
+# Keys of relatives that change the arithmetic -> the values under which they change nothing.
+_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "hidden_act": (None, "silu", "swish"),
+    "hidden_activation": (None, "silu", "swish"),
+    "partial_rotary_factor": (None, 1.0),
+    "rotary_pct": (None, 1.0),
+    "position_embedding_type": (None, "rope", "absolute"),
+    "alibi": (None, False),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "scale_emb": (None, 1.0),
+    "scale_depth": (None,),
+    "query_pre_attn_scalar": (None,),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False, 0),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "use_mrope": (None, False),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "kv_lora_rank": (None,),
+    "cross_attention_layers": (None,),
+    "block_configs": (None,),
+    "num_kv_shared_layers": (None, 0),
+    "layernorm_type": (None, "rmsnorm"),
+}
+
+
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """See `ModelConfig.from_hf`."""
+    keys = Keys(config, "config.json")
+    family = _family(config)
+    for key, harmless in _NOT_IMPLEMENTED.items():
+        value = config.get(key)
+        if not any(value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless):
+            raise ConfigError(f"config.json: {key} = {_shown(value)} is not supported; allowed: {harmless}")
+    heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    layers = keys.integer("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers {layers} is more than the {MAX_LAYERS} allowed")
+    max_position = keys.integer("max_position_embeddings", family.max_position)
+    rope = rope_from_hf(config, family.theta, max_position)
+    rotary = _rotary(keys, layers) if family.skips_rope else (True,) * layers
+    windows = family.windows(keys, layers, rotary)
+    kv_heads = _kv_heads(keys, family, heads, layers)
+    head_dim = keys.optional_integer("head_dim", absent=family.head_dim)
+    if head_dim is None and width % heads:
+        raise ConfigError(
+            f"config.json: hidden_size {width} is not a multiple of num_attention_heads {heads}; "
+            "such a model must state its head_dim"
+        )
+    bias = keys.flag("attention_bias")
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=width,
+        intermediate_size=keys.integer("intermediate_size"),
+        num_heads=heads,
+        head_dim=width // heads if head_dim is None else head_dim,
+        layers=tuple(map(LayerConfig, kv_heads, windows, rotary)),
+        max_position=_longest(rope, max_position),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=bias if family.output_bias is None else family.output_bias,
+        mlp_bias=keys.flag("mlp_bias") if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        bos_token_id=keys.optional_whole("bos_token_id"),
+        eos_token_ids=_token_ids(config.get("eos_token_id")),
+    )
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    """By `architectures`, else by `model_type`, else Llama; the two must agree."""
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    names = [family.architecture for family in FAMILIES.values()]
+    if architectures:
+        found = next((f for f in FAMILIES.values() if architectures == [f.architecture]), None)
+        if found is None:
+            raise ConfigError(
+                f"config.json: architectures {_shown(architectures)} is not supported; "
+                f"allowed: one of {', '.join(names)}"
+            )
+    else:
+        found = None
+    if model_type is not None:
+        by_type = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        if by_type is None:
+            raise ConfigError(
+                f"config.json: model_type {_shown(model_type)} is not supported; "
+                f"allowed: {', '.join(FAMILIES)}"
+            )
+        if found is not None and by_type is not found:
+            raise ConfigError(
+                f"config.json: architectures {architectures} and model_type {model_type!r} contradict"
+            )
+        found = by_type
+    return found or FAMILIES["llama"]
+
+
+def _kv_heads(keys: Keys, family: Family, heads: int, layers: int) -> list[int]:
+    """One number for all layers, or a list with one for each: under `num_key_value_heads` (as this project
+    and GGUF write it) or `num_key_value_heads_per_layer` (DeciLM's key)."""
+    for key in ("num_key_value_heads_per_layer", "num_key_value_heads"):
+        value = keys.config.get(key)
+        if isinstance(value, list):
+            if len(value) != layers:
+                raise ConfigError(f"config.json: {key} lists {len(value)} numbers for {layers} layers")
+            return [Keys({key: each}, "config.json").integer(key) for each in value]
+    absent = family.kv_heads if "num_key_value_heads" not in keys.config else None
+    return [keys.integer("num_key_value_heads", absent or heads)] * layers
+
+
+def _rotary(keys: Keys, layers: int) -> tuple[bool, ...]:
+    """SmolLM3's `no_rope_layers` holds 1 for a layer WITH rotary embeddings and 0 for one without; where it
+    is absent every `no_rope_layer_interval`-th layer has none."""
+    marks = keys.config.get("no_rope_layers")
+    if marks is None:
+        interval = keys.integer("no_rope_layer_interval", 4)
+        return tuple((index + 1) % interval != 0 for index in range(layers))
+    if not isinstance(marks, list) or len(marks) != layers or any(mark not in (0, 1) for mark in marks):
+        raise ConfigError(
+            f"config.json: no_rope_layers must be a list of {layers} ones and zeros; got {_shown(marks)}"
+        )
+    return tuple(bool(mark) for mark in marks)
+
+
+def _longest(rope: Rope, max_position: int) -> int:
+    """Dynamic scaling and YaRN stretch the context by their factor; YaRN's configs state either length."""
+    if isinstance(rope, (DynamicRope, YarnRope)):
+        return max(max_position, math.floor(rope.factor * rope.original_max_position))
+    return max_position
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """eos_token_id: absent, one id or a list of ids."""
+    ids = [] if value is None else [value] if not isinstance(value, (list, tuple)) else value
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        raise ConfigError(f"config.json: eos_token_id must be token ids, got {_shown(value)}")
+    return tuple(ids)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

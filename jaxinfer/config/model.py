@@ -1,0 +1,119 @@
+"""What runs: a decoder of the Llama family as numbers. One module (`model.llama`) runs every variant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.config.rope import DynamicRope, Rope
+from jaxinfer.core import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    `num_kv_heads` K: KV heads of this layer, whose pages are as large as it needs and no larger.
+    `window`: a query at position p sees the keys p - window + 1 .. p; None sees all up to p.
+    `rotary`: whether q and k are rotated (SmolLM3 leaves some layers without: NoPE, 2305.19466).
+    """
+
+    num_kv_heads: int
+    window: int | None = None
+    rotary: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A Llama-family decoder. Sizes in the alphabet of docs/shapes.md:
+
+    vocab_size V, hidden_size D, intermediate_size F, num_layers L = len(layers), num_heads N, head_dim H.
+    `max_position` is the longest text the position embedding is made for, in tokens. `qkv_bias` and
+    `output_bias` belong to attention's projections; `qk_norm` normalises each head of q and k (Qwen3).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    max_position: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_heads", "head_dim", "max_position"
+        for name in sizes:
+            _check_size(name, getattr(self, name))
+        if not 1 <= len(self.layers) <= MAX_LAYERS:
+            raise ConfigError(f"model config: got {len(self.layers)} layers; 1 to {MAX_LAYERS} can be run")
+        for layer in set(self.layers):
+            _check_size("num_key_value_heads", layer.num_kv_heads)
+            if layer.window is not None:
+                _check_size("sliding_window", layer.window)
+            if self.num_heads % layer.num_kv_heads:
+                raise ConfigError(
+                    f"model config: num_attention_heads {self.num_heads} is not a multiple of "
+                    f"num_key_value_heads {layer.num_kv_heads}"
+                )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model config: head_dim must be even for rotary embeddings, got {self.head_dim}"
+            )
+        if isinstance(self.rope, DynamicRope) and self.head_dim < 4:
+            raise ConfigError("model config: dynamic rope needs a head_dim of at least 4")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of all layers: K/V further back are never read again. None: a layer sees all."""
+        windows = [layer.window for layer in self.layers]
+        return None if None in windows else max(w for w in windows if w is not None)
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V of one token: 2 · H · itemsize · (K summed over layers)."""
+        return 2 * sum(layer.num_kv_heads for layer in self.layers) * self.head_dim * itemsize
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, tied embeddings counted once."""
+        d, f, h, q = self.hidden_size, self.intermediate_size, self.head_dim, self.num_heads * self.head_dim
+        count = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + d
+        for layer in self.layers:
+            qkv = q + 2 * layer.num_kv_heads * h
+            count += d * qkv + q * d + 3 * d * f + 2 * d
+            count += qkv * self.qkv_bias + d * self.output_bias
+            count += (2 * f + d) * self.mlp_bias + 2 * h * self.qk_norm
+        return count
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face `config.json`, as a dict.
+
+        Raises ConfigError naming the key for what is missing, or changes the arithmetic and is not
+        implemented here (an unknown architecture, activation, rope kind, quantization, ...).
+        """
+        from jaxinfer.config.hugging_face import model_config
+
+        return model_config(config)
+
+
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 4096
+"""No dimension is larger (int32 indexes) and no model deeper: a damaged config.json may claim anything."""
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
+        raise ConfigError(f"model config: {name} must be a positive integer below 2^31, got {value!r}")

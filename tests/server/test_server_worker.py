@@ -127,7 +127,7 @@ async def test_death_fails_what_is_pending_and_what_comes():
     llm = ScriptedLLM(ScriptedEngine(die_at=3))
     async with running(llm) as worker:
         ticket = await worker.submit([llm.prepare("abc", SamplingParams())])
-        with pytest.raises(EngineDeadError, match="the engine has stopped: RuntimeError$"):
+        with pytest.raises(EngineDeadError, match=r"the engine has stopped: RuntimeError$"):
             await asyncio.wait_for(read(ticket), 5)
         with pytest.raises(EngineDeadError):
             await worker.submit([llm.prepare("abc", SamplingParams())])

@@ -1,0 +1,72 @@
+"""What comes out of the engine: events, and the answers put together from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """`logprob` natural, of the raw float32 distribution; `rank` 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Seconds are wall clock from the request's arrival. `tpot_s` is None below two output tokens."""
+
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    total_s: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """News of one sequence: the text that became safe to show, the tokens behind it, or its end.
+
+    Text can lag behind tokens (a half character, or what may become a stop string is held back), so
+    `text` may be empty while `token_ids` is not, and the last event may carry text alone. The first event
+    with a token also brings `prompt_logprobs`, where they were asked for.
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, Logprob], ...] | None
+    cumulative_logprob: float | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    metrics: RequestMetrics
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None

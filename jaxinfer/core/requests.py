@@ -84,9 +84,10 @@ class Sequence:
 
     Only `Scheduler` changes it: `schedule` takes and frees pages and counts what is in flight, `commit`
     appends tokens and moves `computed`. `ahead` tokens beyond `computed` are planned in a step whose result
-    is not read yet; `drawing` is 1 when that step samples a token, which no one knows yet. `pages[i]` holds
-    the K/V of positions `i * Z .. (i + 1) * Z - 1`; the first `released`
-    entries are 0, given back because every later query's window is past them (`Limits.window`).
+    is not read yet; `drawing` counts the tokens that such steps sample, which no one knows yet. `pages[i]`
+    holds the K/V of positions `i * Z .. (i + 1) * Z - 1`; the first `released` entries are 0, given back
+    because every later query's window is past them (`Limits.window`). `rank` orders sequences, the most
+    urgent first. `cached_tokens` of the prompt were found in pages and not computed.
     """
 
     uid: int
@@ -103,6 +104,7 @@ class Sequence:
     cached_tokens: int = 0
     pages: list[int] = field(default_factory=list)
     released: int = 0
+    cursor: object = None  # where the prefix cache has got to with this sequence
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None

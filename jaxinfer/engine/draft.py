@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from jaxinfer.core import Limits, Sequence, Slice, StepPlan
-from jaxinfer.engine.validate import held_back_ids
 
 
 class Draft:
     """Collects (sequence, count) pairs within the token budget of one step, and becomes its StepPlan."""
 
-    __slots__ = ("budget", "counts", "limits", "preempted")
+    __slots__ = ("budget", "copies", "counts", "limits", "preempted")
 
     def __init__(self, limits: Limits):
         self.limits = limits
         self.budget = limits.max_num_batched_tokens
         self.counts: dict[int, tuple[Sequence, int]] = {}
+        self.copies: dict[int, tuple[int, int]] = {}  # uid -> (page to copy, its own page)
         self.preempted: list[int] = []
 
     def room(self, sequence: Sequence) -> int:
         """Tokens of `sequence` for which budget is left."""
-        return min(sequence.pending, self.budget)
+        count = min(sequence.pending, self.budget)
+        # A slice of one token runs where no prompt is scored; its turn comes in a step with more budget.
+        return 0 if count == 1 and targets_of(sequence, count) else count
 
     def take(self, sequence: Sequence, count: int) -> None:
         """Run `count` tokens of `sequence`, which has pages for them."""
@@ -32,30 +34,43 @@ class Draft:
         It has one when it decodes beside an older one's chunks: a suspect ran alone while that one waited.
         """
         _, count = self.counts.pop(sequence.uid, (sequence, 0))
+        self.copies.pop(sequence.uid, None)
         self.budget += count
 
-    def starts(self) -> dict[int, int]:
-        """uid -> position of the first token that it runs."""
-        return {uid: sequence.computed for uid, (sequence, _) in self.counts.items()}
-
     def plan(self, step: int) -> StepPlan:
-        """The plan: slices of one token first, otherwise in the order in which they were taken."""
-        slices = [self._slice(sequence, count) for sequence, count in self.counts.values()]
+        """The plan: slices of one token first, otherwise in the order in which they were taken. From here on
+        the sequences count what is in flight."""
+        slices = [_slice(sequence, count) for sequence, count in self.counts.values()]
         slices.sort(key=lambda s: s.count > 1)
-        return StepPlan(step, tuple(slices), tuple(self.preempted))
+        for piece in slices:
+            sequence, _ = self.counts[piece.uid]
+            sequence.ahead += piece.count
+            sequence.drawing += piece.emit
+        return StepPlan(step, tuple(slices), tuple(self.preempted), tuple(self.copies.values()))
 
-    def _slice(self, sequence: Sequence, count: int) -> Slice:
-        start, sampling = sequence.computed, sequence.request.sampling
-        hold = sequence.num_output < sampling.min_tokens
-        return Slice(
-            uid=sequence.uid,
-            start=start,
-            tokens=(sequence.tokens[start],) if count == 1 else tuple(sequence.tokens[start : start + count]),
-            pages=tuple(sequence.pages),
-            emit=start + count == len(sequence.tokens),
-            sampling=sampling,
-            seed=sequence.seed,
-            held_back=held_back_ids(sampling, self.limits.eos_token_ids) if hold else (),
-            epoch=sequence.epoch,
-            num_prompt=sequence.num_prompt,
-        )
+
+def targets_of(sequence: Sequence, count: int) -> tuple[int, ...]:
+    """The prompt tokens whose logprobs the next `count` tokens of a sequence give, where asked for."""
+    if sequence.request.sampling.prompt_logprobs is None or sequence.index:
+        return ()
+    start = sequence.planned
+    return tuple(sequence.tokens[start + 1 : min(start + count + 1, sequence.num_prompt)])
+
+
+def _slice(sequence: Sequence, count: int) -> Slice:
+    start, tokens = sequence.planned, sequence.tokens
+    chained = start >= len(tokens)
+    assert not chained or count == 1, f"{count} tokens of {sequence} that nobody knows yet"
+    targets = targets_of(sequence, count)
+    return Slice(
+        uid=sequence.uid,
+        start=start,
+        tokens=(0,) if chained else tuple(tokens[start : start + count]),
+        pages=tuple(sequence.pages),
+        emit=start + count == len(tokens) + sequence.drawing,
+        num_prompt=sequence.num_prompt,
+        chained=chained,
+        scored=sequence.request.sampling.prompt_logprobs if targets else None,
+        targets=targets,
+        epoch=sequence.epoch,
+    )

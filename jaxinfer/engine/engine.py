@@ -6,31 +6,27 @@
 
 One thread owns an engine; nothing here locks. `step` survives whatever a request or the device does: what
 fails is reported as the end ("error") of the sequences concerned. What does raise is a fault of this code.
+
+Asynchronous, the device does not wait for Python: `step` starts the forward pass of the next step before it
+waits for the tokens of the last one, and tells of those while the device works (core/steps.py).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxinfer.core import (
-    FinishReason,
-    Limits,
-    Request,
-    RequestError,
-    Runner,
-    Sampled,
-    Sequence,
-    StepPlan,
-    TokenEvent,
-)
+from jaxinfer.core import FinishReason, Limits, Request, RequestError, Runner, Sequence, StepPlan, TokenEvent
+from jaxinfer.engine.drawing import Drawing
 from jaxinfer.engine.metrics import Counters, sequence_metrics
 from jaxinfer.engine.output import SequenceOutput, Tokenizer
-from jaxinfer.engine.scheduler import Outcome, Scheduler
+from jaxinfer.engine.scheduler import Outcome, Policy, Scheduler
+from jaxinfer.engine.trace import NO_TRACE, Trace
 from jaxinfer.engine.validate import continuation_seed, validate
 
 logger = logging.getLogger(__name__)
@@ -39,11 +35,20 @@ FULL_CHECK_EVERY_S = 10.0
 """How often at most an idle engine looks at every page: with 60 000 of them that takes milliseconds."""
 
 
+class Flight(NamedTuple):
+    """A step on the device: its plan, what the runner gave for it, and when it was started."""
+
+    plan: StepPlan
+    pending: Any
+    dispatched_at: float
+
+
 class Engine:
     """Runs any number of requests together on one `Runner`.
 
     `tokenizer` None serves token ids with empty text. `seed` feeds the seeds of requests that bring none
-    (None: from the system). `clock` returns seconds and never goes back.
+    (None: from the system). `clock` returns seconds and never goes back. `asynchronous` plans a step while
+    the one before it runs; the tokens are the same either way.
     """
 
     def __init__(
@@ -53,17 +58,26 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        policy: Policy = "fcfs",
+        prefix_caching: bool = False,
+        asynchronous: bool = False,
+        trace: Trace = NO_TRACE,
     ):
         self.runner = runner
         self.limits = limits
         self.tokenizer = tokenizer
         self.clock = clock
-        self.scheduler = Scheduler(limits, clock)
+        self.trace = trace
+        self.scheduler = Scheduler(limits, clock, policy=policy, prefix_caching=prefix_caching)
+        self.asynchronous = asynchronous
         self._random = random.Random(seed)
         self._uids = itertools.count()
         self._outputs: dict[int, SequenceOutput] = {}  # by uid: every unfinished sequence
         self._uids_of: dict[str, set[int]] = {}  # by request id: its unfinished sequences
+        self._deadlines: list[tuple[float, str, float]] = []  # a heap of (time, request id, timeout)
         self._unsaid: list[TokenEvent] = []  # the ends of cancelled sequences, for the next step to tell
+        self._flight: Flight | None = None
         self._counters = Counters()
         self._next_full_check = float("-inf")
 
@@ -93,24 +107,31 @@ class Engine:
                 num_prompt=len(request.prompt_token_ids),
                 arrived_at=now,
             )
-            outputs.append(SequenceOutput(sequence, self.tokenizer))
+            structured = sampling.structured and self.tokenizer is not None
+            matcher = self.tokenizer.matcher(sampling) if structured and self.tokenizer else None
+            drawing = Drawing(sequence, self.limits, matcher)
+            outputs.append(SequenceOutput(sequence, self.tokenizer, drawing))
         for output in outputs:
             self._outputs[output.sequence.uid] = output
             self.scheduler.add(output.sequence)
         self._uids_of[request.request_id] = {output.sequence.uid for output in outputs}
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (now + request.timeout_s, request.request_id, request.timeout_s))
         self._counters.requests += 1
         self._counters.prompt_tokens += len(request.prompt_token_ids)
+        self.trace.arrived(request, now)
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: str, error: str | None = None) -> bool:
         """End a request's unfinished sequences ("abort"); its pages are free for the next step.
 
         The next `step` returns the events of their ends. False when no such request is unfinished.
         """
         uids = self._uids_of.get(request_id)
         for uid in sorted(uids or ()):
-            self.scheduler.finish(uid, "abort")
-            self._unsaid.append(self._end(self._outputs[uid], "", None, "abort"))
+            self.scheduler.finish(uid, "abort", error)
+            self._unsaid.append(self._end(self._outputs[uid], "", None, "abort", error))
         if uids is not None:
+            self._forget_void_flight()
             self._check_when_idle()
         return uids is not None
 
@@ -122,28 +143,125 @@ class Engine:
     # --------------------------------------------------------------------------------------- step
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; returns at most one event per sequence, in no order between sequences.
+        """Run one step; returns at most two events per sequence, in no order between sequences.
 
-        Returns [] when there was nothing to do, or when the step sampled nothing (a prefill chunk).
+        Returns [] when there was nothing to do, when nothing was sampled (a prefill chunk), or, asynchronous,
+        when the first step has only been started.
         """
         began = self.clock()
-        events, self._unsaid = self._unsaid, []
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return events
+        events: list[TokenEvent] = []
         try:
-            outcomes, done = self._run(plan, began)
-            for outcome in outcomes:
-                events.append(self._tell(outcome))
+            self._expire(began)
+            events, self._unsaid = self._unsaid, []
+            self._advance(events, began)
             self._check_when_idle()
-            self._counters.engine_s += self.clock() - done
         except BaseException as error:
             # Ctrl-C reached us amid the step, or a fault of ours. Whoever catches it may use the engine on.
-            self.scheduler.abandon(plan)
-            self._unsaid = events
+            self._flight = None
+            self.scheduler.abandon()
+            self._unsaid = events + self._unsaid
             self._end_untold(error)
             raise
         return events
+
+    def _advance(self, events: list[TokenEvent], began: float) -> None:
+        """Plan and start a step; finish the one before; choose the tokens of the new one."""
+        clock, runner, counters = self.clock, self.runner, self._counters
+        before, self._flight = self._flight, None
+        plan = self.scheduler.schedule()
+        planned = clock()
+        counters.engine_s += planned - began
+        started: Flight | None = None
+        failure: Exception | None = None
+        if plan is not None:
+            try:
+                started = Flight(plan, runner.dispatch(plan), planned)
+            except Exception as error:
+                failure = error
+            counters.dispatch_s += clock() - planned
+        if before is not None and not self._finish(before, events):
+            return  # its failure made the new step void, too
+        if plan is None:
+            return
+        if failure is None and started is not None:
+            failure = self._sample(started)
+        if failure is not None:
+            self._failed(plan, failure, events)
+            return
+        self._flight = started
+        if not self.asynchronous and started is not None:
+            self._flight = None
+            self._finish(started, events)
+        self._forget_void_flight()
+
+    def _sample(self, flight: Flight) -> Exception | None:
+        """Say how the next tokens are chosen; returns what that raised."""
+        began, plan = self.clock(), flight.plan
+        current = self.scheduler.current(plan)
+        try:
+            draws = [
+                self._outputs[piece.uid].drawing.draw(piece) if piece.uid in current else None
+                for piece in (plan.slices[index] for index in plan.emitting)
+            ]
+            self.runner.sample(flight.pending, draws)
+        except Exception as error:
+            return error
+        finally:
+            self._counters.dispatch_s += self.clock() - began
+        return None
+
+    def _finish(self, flight: Flight, events: list[TokenEvent]) -> bool:
+        """Wait for a step, record it and tell of it; False when it failed."""
+        clock, counters = self.clock, self._counters
+        waiting = clock()
+        try:
+            result = self.runner.fetch(flight.pending)
+        except Exception as error:
+            counters.wait_s += clock() - waiting
+            self._failed(flight.plan, error, events)
+            return False
+        done = clock()
+        counters.wait_s += done - waiting
+        outcomes = self.scheduler.commit(flight.plan, result)
+        counters.failed_in_a_row = 0
+        counters.steps += 1
+        counters.computed_tokens += flight.plan.num_tokens
+        for outcome in outcomes:
+            if outcome.scores:
+                self._outputs[outcome.sequence.uid].score(outcome.scored_from, outcome.scores)
+            if outcome.sampled is not None or outcome.sequence.finish_reason is not None:
+                events.append(self._tell(outcome))
+        told = clock()
+        counters.engine_s += told - done
+        if self.trace is not NO_TRACE:
+            bucket = str(getattr(flight.pending, "shape", ""))
+            self.trace.step(flight.plan, bucket, self._gauges(), flight.dispatched_at, waiting, done, told)
+            for outcome in outcomes:
+                if outcome.sampled is not None:
+                    self.trace.token(outcome.sequence, done)
+        return True
+
+    def _failed(self, plan: StepPlan, error: Exception, events: list[TokenEvent]) -> None:
+        logger.error("%r failed", plan, exc_info=error)
+        counters = self._counters
+        counters.steps += 1
+        counters.failed_steps += 1
+        counters.failed_in_a_row += 1
+        for outcome in self.scheduler.fail(plan, error):
+            events.append(self._tell(outcome))
+
+    def _forget_void_flight(self) -> None:
+        """Nobody waits for a step whose sequences have all ended. Its pages may be used again at once, since
+        whatever runs next runs after it."""
+        if self._flight is not None and not self.scheduler.current(self._flight.plan):
+            self.scheduler.retire(self._flight.plan)
+            self._flight = None
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose time is up."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id, timeout = heapq.heappop(self._deadlines)
+            self.cancel(request_id, f"not finished within its timeout of {timeout:g} s")
 
     def _end_untold(self, error: BaseException) -> None:
         """A step broke off: end ("error") whoever has a token, or an end, that was recorded and not told."""
@@ -154,31 +272,6 @@ class Engine:
                 self.scheduler.finish(sequence.uid, "error", message)  # nothing, for one that has ended
                 self._unsaid.append(self._end(output, "", None, "error", message))
 
-    def _run(self, plan: StepPlan, began: float) -> tuple[list[Outcome], float]:
-        """Run a plan on the device and record it; returns the outcomes and when the device was done."""
-        counters = self._counters
-        planned = dispatched = self.clock()
-        try:
-            pending = self.runner.dispatch(plan)
-            dispatched = self.clock()
-            result = self.runner.fetch(pending)
-        except Exception as error:
-            done = self.clock()
-            logger.exception("%r failed", plan)
-            counters.failed_steps += 1
-            counters.failed_in_a_row += 1
-            outcomes = self.scheduler.fail(plan, error)
-        else:
-            done = self.clock()
-            outcomes = self.scheduler.commit(plan, result)
-            counters.failed_in_a_row = 0
-            counters.computed_tokens += plan.num_tokens
-        counters.steps += 1
-        counters.engine_s += planned - began
-        counters.dispatch_s += dispatched - planned
-        counters.wait_s += done - dispatched
-        return outcomes, done
-
     def _tell(self, outcome: Outcome) -> TokenEvent:
         """The event of one outcome. A stop string found in its text ends the sequence here."""
         sequence, sampled = outcome.sequence, outcome.sampled
@@ -188,25 +281,28 @@ class Engine:
         self._counters.generated_tokens += 1
         ended_by_id = sequence.finish_reason == "stop"
         try:
+            if not ended_by_id:
+                output.drawing.append(sampled.token_id)
             text = output.push(sampled, ended_by_id, outcome.stop_reason)
         except Exception as error:
-            logger.exception("detokenising %r failed", sequence)
+            logger.exception("telling of a token of %r failed", sequence)
             message = f"detokenising token {sampled.token_id} failed ({type(error).__name__})"
             self.scheduler.finish(sequence.uid, "error", message)
             return self._end(output, "", sampled, "error", message)
-        if output.stopped and sequence.finish_reason is None:
+        stopped = output.stopped or (output.drawing.finished and not ended_by_id)
+        if stopped and sequence.finish_reason is None:
             self.scheduler.finish(sequence.uid, "stop")
         if sequence.finish_reason is None:
             return output.event(text, sampled, None)
-        # A stop string completed by the last token that max_tokens allows is a stop (B056).
-        reason = "stop" if output.stopped else sequence.finish_reason
+        # A stop string or structure completed by the last token that max_tokens allows is a stop (B056).
+        reason = "stop" if stopped else sequence.finish_reason
         return self._end(output, text, sampled, reason)
 
     def _end(
         self,
         output: SequenceOutput,
         text: str,
-        sampled: Sampled | None,
+        sampled: Any,
         reason: FinishReason,
         error: str | None = None,
     ) -> TokenEvent:
@@ -223,6 +319,7 @@ class Engine:
         metrics = sequence_metrics(sequence, self.clock())
         event = output.event(text, sampled, reason, error, metrics)  # whatever it raises, nobody is forgotten
         self._counters.ended(reason, metrics)
+        self.trace.ended(sequence, reason, self.clock())
         del self._outputs[sequence.uid]
         request_id = sequence.request.request_id
         self._uids_of[request_id].discard(sequence.uid)
@@ -240,34 +337,45 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Gauges and counts since the start, with what the runner adds. Times are seconds.
 
-        `pages_*` count pages of the pool (page 0, which nobody owns, is in none); `running` and `waiting`
-        count sequences, `requests` requests, `finished` sequences by reason. `prompt_tokens` counts each
-        prompt once, `computed_tokens` what the device ran, recomputation included. `failed_in_a_row` counts
-        the failed steps since the last good one. `host_share` is the Python part of all steps:
+        `pages_*` count pages of the pool (page 0, which nobody owns, is in none): free + cached + live =
+        total. `running` and `waiting` count sequences, `requests` requests, `finished` sequences by reason.
+        `prompt_tokens` counts each prompt once, `cached_tokens` those found in the prefix cache,
+        `computed_tokens` what the device ran, recomputation included. `failed_in_a_row` counts the failed
+        steps since the last good one. `host_share` is the Python part of all steps:
         (engine_s + dispatch_s) / (engine_s + dispatch_s + wait_s).
         """
-        scheduler = self.scheduler
+        cache = self.scheduler.tables.cache
         return {
             **self.runner.stats(),
             "pages_total": self.limits.usable_pages,
-            "pages_free": scheduler.pool.num_free,
-            "pages_live": scheduler.pool.num_live,
+            **self._gauges(),
+            "prefix_cache": {} if cache is None else cache.stats(),
+            "preemptions": self.scheduler.preemptions,
+            **self._counters.as_dict(),
+        }
+
+    def _gauges(self) -> dict[str, int]:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return {
+            "pages_free": pool.num_free,
+            "pages_cached": pool.num_cached,
+            "pages_live": pool.num_live,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "preemptions": scheduler.preemptions,
-            **self._counters.as_dict(),
         }
 
     def check(self) -> list[str]:
         """What is wrong with the books, one sentence each; an empty list when all is well."""
         problems = self.scheduler.check()
-        known = {s.uid for s in self.scheduler.running} | set(self.scheduler.waiting)
+        scheduler = self.scheduler
+        known = {s.uid for s in scheduler.running} | {s.uid for s in scheduler.waiting}
         if known != set(self._outputs) or known != set().union(*self._uids_of.values()):
             problems.append(f"{len(known)} sequences are scheduled, {len(self._outputs)} have an output")
         return problems
 
     def _check_when_idle(self) -> None:
-        """With no sequence left every page must be free. A fault is told and counted; it kills nobody."""
+        """With no sequence left every page must be free or cached. A fault is told and counted; it kills
+        nobody."""
         if self.scheduler.has_unfinished:
             return
         problems, now = [], self.clock()

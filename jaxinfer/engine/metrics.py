@@ -40,6 +40,7 @@ def sequence_metrics(sequence: Sequence, now: float) -> RequestMetrics:
         ttft_s=None if first is None else first - arrived,
         tpot_s=None if first is None or last is None or gaps < 1 else (last - first) / gaps,
         total_s=now - arrived,
+        cached_tokens=sequence.cached_tokens,
         preemptions=sequence.preemptions,
     )
 
@@ -55,6 +56,7 @@ class Counters:
 
     requests: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
     steps: int = 0
@@ -74,6 +76,7 @@ class Counters:
     def ended(self, reason: FinishReason, metrics: RequestMetrics) -> None:
         """Count the end of one sequence."""
         self.finished[reason] += 1
+        self.cached_tokens += metrics.cached_tokens
         for name in ("queue_s", "ttft_s", "tpot_s"):
             if (value := getattr(metrics, name)) is not None:
                 getattr(self, name).add(value)
@@ -84,6 +87,7 @@ class Counters:
             "requests": self.requests,
             "finished": dict(self.finished),
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
             "computed_tokens": self.computed_tokens,
             "steps": self.steps,

@@ -6,7 +6,16 @@ import math
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from jaxinfer.core import FinishReason, Logprob, RequestMetrics, Sampled, Sequence, TokenEvent
+from jaxinfer.core import (
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    Sampled,
+    SamplingParams,
+    Sequence,
+    TokenEvent,
+)
+from jaxinfer.engine.drawing import Drawing, Matcher
 
 LOGPROB_FLOOR = -9999.0
 """Stands for a logprob of minus infinity, which JSON cannot carry (OpenAI's convention)."""
@@ -35,6 +44,10 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    def matcher(self, sampling: SamplingParams) -> Matcher | None:
+        """Follows the structure that `sampling` asks for; None without one. Raises RequestError."""
+        ...
+
     def stream(
         self,
         stop: Seq[str] = ...,
@@ -47,11 +60,15 @@ class Tokenizer(Protocol):
 class SequenceOutput:
     """The output side of one sequence; makes its events. Without a tokenizer all text is empty."""
 
-    __slots__ = ("_stream", "_tokenizer", "num_told", "sequence", "stop_reason")
+    __slots__ = ("_scores", "_stream", "_tokenizer", "drawing", "num_told", "sequence", "stop_reason")
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None):
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, drawing: Drawing):
         sampling = sequence.request.sampling
         self.sequence = sequence
+        self.drawing = drawing
+        self._scores: list[dict[int, Logprob] | None] | None = None
+        if sampling.prompt_logprobs is not None and sequence.index == 0:
+            self._scores = [None] * sequence.num_prompt
         self.stop_reason: str | int | None = None
         self.num_told = 0  # tokens that are in an event
         self._tokenizer = tokenizer
@@ -98,16 +115,24 @@ class SequenceOutput:
             self.stop_reason = stream.matched
         return text
 
+    def score(self, start: int, scores: tuple[Sampled, ...]) -> None:
+        """Keep how likely the prompt tokens from position `start` on were; again, after a preemption."""
+        count = self.sequence.request.sampling.prompt_logprobs
+        if self._scores is not None and count is not None:
+            for position, scored in enumerate(scores, start):
+                self._scores[position] = self._entries(scored, count)
+
     def logprobs(self, sampled: Sampled) -> tuple[dict[int, Logprob], ...] | None:
         """The chosen token first, then the k most likely ones asked for; None when not asked for."""
         count = self.sequence.request.sampling.logprobs
-        if count is None:
-            return None
+        return None if count is None else (self._entries(sampled, count),)
+
+    def _entries(self, sampled: Sampled, count: int) -> dict[int, Logprob]:
         entries = {sampled.token_id: self._logprob(sampled.token_id, sampled.logprob, sampled.rank)}
         for rank, (token, logprob) in enumerate(sampled.top[:count], 1):
             if token not in entries:
                 entries[token] = self._logprob(token, logprob, rank)
-        return (entries,)
+        return entries
 
     def _logprob(self, token: int, logprob: float, rank: int) -> Logprob:
         value = max(logprob, LOGPROB_FLOOR) if math.isfinite(logprob) else LOGPROB_FLOOR
@@ -132,6 +157,13 @@ class SequenceOutput:
             stop_reason=self.stop_reason if reason == "stop" else None,
             error=error,
             metrics=metrics,
+            prompt_logprobs=self._prompt_logprobs(sampled),
         )
         self.num_told += len(event.token_ids)
         return event
+
+    def _prompt_logprobs(self, sampled: Sampled | None) -> tuple[dict[int, Logprob] | None, ...] | None:
+        """With the first token, when they are all there; told once."""
+        if sampled is None or self.num_told or self._scores is None:
+            return None
+        return tuple(self._scores)

@@ -6,7 +6,9 @@ writes go there), so a pool of M pages hands out ids 1 .. M - 1.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Protocol
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -14,18 +16,36 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+class PageCache(Protocol):
+    """Who knows what is in pages that nobody holds: the prefix cache, as the pool sees it."""
+
+    def retain(self, page: int) -> bool:
+        """The last holder of a page let go: True when its content is known, and the page is to be cached."""
+        ...
+
+    def evict(self, count: int) -> None:
+        """Forget cached pages, the least recently used first, until `count` more are free (`uncache`)."""
+        ...
+
+
 class PagePool:
     """Hands out page ids and takes them back; every operation costs O(pages it touches).
 
-    A page is free (count 0) or live (count = number of page tables that hold it). Sharing is `share`: a
-    page with a count above one must not be written, and returns to the free list when its last holder
-    frees it.
+    A page is in one of three states, and free + cached + live = num_pages - 1:
 
-    Running out is no error: `allocate` answers None. Freeing what is not live is a fault of ours and
-    raises AssertionError with the values.
+        free     count 0; its content means nothing
+        live     count = number of page tables that hold it
+        cached   count 0, but the prefix cache knows its content; it can be had, at the cost of that
+
+        allocate: free → live      share: one more holder      touch: cached or live → one more holder
+        free: one holder less, the last → cached if the prefix cache knows the page, else free
+        allocate, when the free pages do not suffice: cached → free, by `PageCache.evict`
+
+    A page with a count above one must not be written. Running out is no error: `allocate` answers None.
+    Freeing what is not live is a fault of ours and raises AssertionError with the values.
     """
 
-    __slots__ = ("_counts", "_free", "num_pages")
+    __slots__ = ("_cache", "_cached", "_counts", "_free", "num_pages")
 
     def __init__(self, num_pages: int):
         assert num_pages >= 2, f"a pool needs page 0 and at least one page to hand out, got {num_pages}"
@@ -33,22 +53,41 @@ class PagePool:
         # A stack: the page freed last is handed out first. Built in reverse so that ids start at 1.
         self._free = list(range(num_pages - 1, 0, -1))
         self._counts = [0] * num_pages
+        # In the order of their last use. Ordered, not a dict: its first entry is found in O(1) whatever was
+        # taken out before.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cache: PageCache | None = None
 
     @property
     def num_free(self) -> int:
+        """Pages that hold nothing."""
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Pages that nobody holds and the prefix cache knows."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def num_live(self) -> int:
-        return self.num_pages - 1 - len(self._free)
+        return self.num_pages - 1 - self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages, each with one holder; None, taking none, when too few are free."""
+        """Take `count` pages, each with one holder; None, taking none, when too few are available."""
         assert count >= 0, f"cannot allocate {count} pages"
-        if count > len(self._free):
+        if count > self.num_available:
             return None
         if count == 0:
             return []
+        if (short := count - len(self._free)) > 0:
+            assert self._cache is not None, f"{self} caches pages for nobody"
+            self._cache.evict(short)
+            assert count <= len(self._free), f"{short} pages were to be evicted for {count} in {self}"
         pages = self._free[-count:]
         del self._free[-count:]
         for page in pages:
@@ -58,41 +97,93 @@ class PagePool:
     def share(self, pages: Iterable[int]) -> None:
         """Count one more holder of each of these live pages."""
         for page in pages:
-            assert self.count(page) > 0, f"page {page} is free and cannot be shared"
+            assert self.count(page) > 0, f"page {page} is not live and cannot be shared"
             self._counts[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Count one holder less of each page; a page nobody holds is free again."""
+        """Count one holder less of each page; a page nobody holds is free again, or cached.
+
+        The pages that come first are evicted first: give those of a sequence from the last one on.
+        """
         for page in pages:
             assert self.count(page) > 0, f"page {page} is freed twice"
             self._counts[page] -= 1
             if self._counts[page] == 0:
-                self._free.append(page)
+                if self._cache is not None and self._cache.retain(page):
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
 
     def count(self, page: int) -> int:
         """Number of holders of a page."""
         assert 0 < page < self.num_pages, f"page {page} is not one of 1 .. {self.num_pages - 1}"
         return self._counts[page]
 
+    # ------------------------------------------------------------------------ for the prefix cache
+
+    def attach(self, cache: PageCache) -> None:
+        """From now on ask `cache` whether to keep a page that nobody holds. A pool has one cache for life."""
+        assert self._cache is None, f"{self} has a cache already"
+        self._cache = cache
+
+    def touch(self, pages: Iterable[int]) -> None:
+        """Count one more holder of each of these pages, live or cached; the cached ones are live again."""
+        for page in pages:
+            if self.count(page) == 0:
+                assert page in self._cached, f"page {page} is free and cannot be touched"
+                del self._cached[page]
+            self._counts[page] += 1
+
+    def refresh(self, page: int) -> None:
+        """If it is cached: the page was of use just now."""
+        if page in self._cached:
+            self._cached.move_to_end(page)
+
+    def uncache(self, page: int) -> bool:
+        """The cache knows a page no longer: free it, if it was cached. True when it was."""
+        if page not in self._cached:
+            return False
+        del self._cached[page]
+        self._free.append(page)
+        return True
+
+    def least_recent(self) -> int:
+        """The cached page that has been of no use for the longest time; there must be one. O(1)."""
+        return next(iter(self._cached))
+
+    # -------------------------------------------------------------------------------------- checks
+
     def free_pages(self) -> tuple[int, ...]:
-        """The ids that nobody holds (a copy; for checks and tests)."""
+        """The ids that hold nothing (a copy; for checks and tests)."""
         return tuple(self._free)
+
+    def cached_pages(self) -> tuple[int, ...]:
+        """The ids that are cached, the least recently used first (a copy; for checks and tests)."""
+        return tuple(self._cached)
 
     def check(self) -> list[str]:
         """What is wrong with the books, one sentence each; an empty list when all is well. O(M)."""
         problems = []
+        free, cached = len(self._free), len(self._cached)
         live = sum(count > 0 for count in self._counts)
-        if len(self._free) + live != self.num_pages - 1:
-            problems.append(f"free {len(self._free)} + live {live} pages != {self.num_pages - 1}")
-        if len(set(self._free)) != len(self._free):
-            problems.append(f"the free list of {len(self._free)} pages holds a page twice")
+        if free + cached + live != self.num_pages - 1:
+            problems.append(f"free {free} + cached {cached} + live {live} pages != {self.num_pages - 1}")
+        if len(set(self._free)) != free:
+            problems.append(f"the free list of {free} pages holds a page twice")
+        if both := [page for page in self._free if page in self._cached]:
+            problems.append(f"pages {both[:8]} are free and cached")
         if any(self._counts[page] for page in self._free):
             problems.append("a page on the free list has holders")
-        if self._counts[0] or 0 in self._free:
+        if any(self._counts[page] for page in self._cached):
+            problems.append("a cached page has holders")
+        if cached and self._cache is None:
+            problems.append(f"{cached} pages are cached for nobody")
+        if self._counts[0] or 0 in self._free or 0 in self._cached:
             problems.append("page 0 was handed out")
         if any(count < 0 for count in self._counts):
             problems.append("a page has fewer than no holders")
         return problems
 
     def __repr__(self) -> str:
-        return f"PagePool({self.num_free} free, {self.num_live} live of {self.num_pages - 1})"
+        cached = f"{self.num_cached} cached, " if self._cache is not None else ""
+        return f"PagePool({self.num_free} free, {cached}{self.num_live} live of {self.num_pages - 1})"

@@ -4,11 +4,14 @@
     outcomes = scheduler.commit(plan, result)       record: advances, appends, finishes, frees
     outcomes = scheduler.fail(plan, error)          record: the step raised
 
-Sequences are served in order of arrival, and two orders hold at all times: `running` and `waiting` are
-sorted by uid, and everything that runs is older than everything that waits. Pages are only ever taken
-from a younger sequence, so the oldest one always progresses and there is no livelock. With
-`limits.window` a page goes back as soon as no later query sees it, and a sequence of any length runs in a
-bounded number of pages.
+Sequences are served by rank: their order of arrival, or under the policy "priority" their arrival put off by
+AGEING_S for each level, so that whoever waits long enough overtakes. `running` and `waiting` are in that
+order. Pages are only ever taken from a less urgent sequence, so the most urgent one always progresses and
+there is no livelock. With `limits.window` a page goes back as soon as no later query sees it.
+
+A step may be planned while the one before it is in flight: its sequences count as computed what is `ahead`,
+and a token that is being sampled is run as a chained slice. What the earlier step then brings (an end, a stop
+string) makes the later slice void: results of an earlier epoch, or of a sequence that has ended, are dropped.
 
 A worked example (a test runs it): pages of 4, 6 of them usable, budget 8; A has 6 prompt tokens, B has 3,
 and both generate 12. A cell is start+count of the slice.
@@ -25,9 +28,10 @@ and both generate 12. A cell is start+count of the slice.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxinfer.core import (
     ConfigError,
@@ -41,43 +45,62 @@ from jaxinfer.core import (
 )
 from jaxinfer.engine.draft import Draft
 from jaxinfer.engine.pages import PagePool, pages_for
+from jaxinfer.engine.queue import WaitingQueue, rank_of, remove_ranked
+from jaxinfer.engine.tables import Found, PageTables
+
+AGEING_S = 10.0
+"""Seconds of waiting that outweigh one level of priority."""
+
+Policy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a step did to one sequence: a token (`sampled`), an end (`sequence.finish_reason`), or both.
 
-    `stop_reason` is the stop token id that ended it; None for EOS.
+    `stop_reason` is the stop token id that ended it; None for EOS. `scores` belong to the prompt tokens from
+    position `scored_from` on.
     """
 
     sequence: Sequence
     sampled: Sampled | None = None
     stop_reason: int | None = None
+    scores: tuple[Sampled, ...] = ()
+    scored_from: int = 0
 
 
 class Scheduler:
-    """First come, first served, over one pool of pages. Not thread-safe; the only writer of Sequences.
+    """Decides over one pool of pages. Not thread-safe; the only writer of Sequences.
 
-    Sequences must be added in the order of their uid, and each must fit the pool alone (`validate`).
+    Each sequence must fit the pool alone (`validate`).
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        policy: Policy = "fcfs",
+        prefix_caching: bool = False,
+    ):
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "window"):
             if (value := getattr(limits, name)) is not None and value < 1:
                 raise ConfigError(f"limits: {name} must be at least 1, got {value}")
         self.limits = limits
         self.clock = clock
-        self.pool = PagePool(limits.num_pages)
+        self.policy = policy
+        self.tables = PageTables(limits, prefix_caching=prefix_caching and limits.window is None)
         self.running: list[Sequence] = []
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.waiting = WaitingQueue()
         self.preemptions = 0
         self._next_step = 0
-        # Planned and neither committed nor failed: step -> uid -> start of its slice. Pages given back
-        # meanwhile are parked until the last such step that may still read or write them retires.
-        self._in_flight: dict[int, dict[int, int]] = {}
-        self._parked: dict[int, list[int]] = {}
+        self._in_flight: set[int] = set()  # planned, and neither committed nor failed
         # After a failed step of several: uid -> the `computed` that clears it. See `fail`.
         self._suspects: dict[int, int] = {}
+
+    @property
+    def pool(self) -> PagePool:
+        return self.tables.pool
 
     # ---------------------------------------------------------------------------------- in and out
 
@@ -86,8 +109,15 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue."""
-        self.waiting[sequence.uid] = sequence
+        """Put a new sequence into the queue, at its rank."""
+        late = AGEING_S * sequence.request.priority if self.policy == "priority" else 0.0
+        base = sequence.arrived_at if self.policy == "priority" else 0.0
+        sequence.rank = (base + late, sequence.uid)
+        self.waiting.push(sequence)
+
+    def find(self, uid: int) -> Sequence | None:
+        """The unfinished sequence of that uid."""
+        return self.waiting.get(uid) or next((s for s in self.running if s.uid == uid), None)
 
     def finish(self, uid: int, reason: FinishReason, error: str | None = None) -> Sequence | None:
         """End a sequence from outside of a step: a stop string, a cancel, an error.
@@ -95,7 +125,7 @@ class Scheduler:
         Safe at any time, also while a step that holds it is in flight. Returns None when there is no
         unfinished sequence of that uid.
         """
-        sequence = self.waiting.get(uid) or next((s for s in self.running if s.uid == uid), None)
+        sequence = self.find(uid)
         if sequence is not None:
             self._end(sequence, reason, error)
         return sequence
@@ -103,15 +133,13 @@ class Scheduler:
     # -------------------------------------------------------------------------------------- decide
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step; None when nothing waits or runs.
+        """Decide the next step; None when nothing waits or runs, or all that runs waits for a step in flight.
 
         The budget goes to sequences with one pending token first, then to the chunks of sequences already
-        running, then to admissions from the waiting queue, each oldest first. The oldest sequence of all
-        moves in every step: decodes cannot use up its budget, because each of them was admitted with a token
-        to spare beside it.
+        running, then to admissions from the waiting queue, each most urgent first. The most urgent sequence
+        of all moves in every step: decodes cannot use up its budget, because each of them was admitted with
+        a token to spare beside it.
         """
-        # A slice carries its tokens, and the token of a step in flight is not known yet.
-        assert not self._in_flight, f"steps {list(self._in_flight)} are neither committed nor failed"
         draft = Draft(self.limits)
         if not (self._suspects and self._plan_suspect(draft)):
             for sequence in tuple(self.running):
@@ -122,53 +150,62 @@ class Scheduler:
                     self._plan(draft, sequence)
             self._admit(draft)
         if not draft.counts:
-            assert not self.has_unfinished, f"nothing can be scheduled: {self}"
+            assert self._in_flight or not self.has_unfinished, f"nothing can be scheduled: {self}"
             return None
         step, self._next_step = self._next_step, self._next_step + 1
-        self._in_flight[step] = draft.starts()
+        self._in_flight.add(step)
         return draft.plan(step)
 
     def _plan(self, draft: Draft, sequence: Sequence) -> bool:
         """Give `sequence` a slice as far as budget and pages reach; False when it gets none.
 
-        When no page is free the youngest running sequence is preempted, if it is younger than this one.
-        If not, this one waits with the pages it has: an older one takes them when it needs them.
+        When no page is to be had the least urgent running sequence is preempted, if it is less urgent than
+        this one. If not, this one waits with the pages it has: a more urgent one takes them at its need.
         """
         if sequence.status is not Status.RUNNING or sequence.uid in self._suspects:
             return False
         return self._plan_anyhow(draft, sequence)
 
     def _plan_anyhow(self, draft: Draft, sequence: Sequence) -> bool:
-        size = self.limits.page_size
+        if sequence.num_output + sequence.drawing >= sequence.max_tokens:
+            return False  # the token in flight is its last one
         while count := draft.room(sequence):
-            held = len(sequence.pages)  # the released ones too: their positions need no page any more
-            count = min(count, (held + self.pool.num_free) * size - sequence.computed)
+            count = min(count, self.tables.reach(sequence) - sequence.planned)
             if count > 0:
-                more = self.pool.allocate(pages_for(sequence.computed + count, size) - held)
-                assert more is not None, f"{count} tokens of {sequence} do not fit {self.pool}"
-                sequence.pages += more
+                self.tables.extend(sequence, sequence.planned + count)
                 draft.take(sequence, count)
                 return True
-            youngest = self.running[-1]
-            if youngest is sequence:
-                assert len(self.running) > 1, f"{sequence} does not fit {self.pool} alone"
+            last = self.running[-1]
+            if last is sequence:
+                assert len(self.running) > 1 or sequence.ahead, f"{sequence} does not fit {self.pool} alone"
                 return False
-            self._preempt(youngest, draft)
+            self._preempt(last, draft)
         return False
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting sequences, in order; the first that cannot start holds back those behind it."""
         if draft.preempted:
             return  # whoever was preempted would be the first to come back, and to be preempted again
-        while self.waiting and len(self.running) < self.limits.max_num_seqs:
-            sequence = next(iter(self.waiting.values()))
-            if sequence.uid in self._suspects or not draft.room(sequence) or not self._fits(sequence):
+        while self.waiting:
+            sequence = self.waiting.first()
+            if sequence.uid in self._suspects or not draft.budget:
                 return
-            self._start(sequence)
-            planned = self._plan(draft, sequence)
-            assert planned, f"{sequence} was admitted without room"
+            siblings = [s for s in self.running if s.request is sequence.request]
+            if any(s.computed < s.num_prompt for s in siblings):
+                return  # the prompt is being computed already: soon it is there to share
+            found = self.tables.find(sequence, siblings)
+            if len(self.running) >= self.limits.max_num_seqs or not self._fits(sequence, found):
+                # Under "priority" someone urgent may have come after whoever runs.
+                if self.running and self.running[-1].rank > sequence.rank:
+                    self._preempt(self.running[-1], draft)
+                    continue
+                return
+            self._start(sequence, found, draft)
+            if not self._plan(draft, sequence):
+                assert draft.budget < 2, f"{sequence} was admitted without room"
+                return
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, found: Found) -> bool:
         """True when the pool holds all that will be wanted soon, with `sequence` admitted.
 
         Soon: its own tokens so far, and one more page of each, but never more than it can ever use at a
@@ -176,23 +213,28 @@ class Scheduler:
         is alone always fits, or `validate` would have refused it.
         """
         wanted = sum(self._soon(s) - s.live_pages for s in self.running)
-        return wanted + self._soon(sequence) <= self.pool.num_free
+        shared = sum(page > 0 and self.pool.count(page) > 0 for page in found.pages)
+        return wanted + self._soon(sequence) - shared <= self.pool.num_available
 
     def _soon(self, sequence: Sequence) -> int:
         """Pages; never fewer than it holds, its slice of this step included."""
         limits = self.limits
         last = sequence.num_prompt + sequence.max_tokens - 1  # the last token generated needs no K/V
         # With a window: pages for whole chunks. It could go on with fewer, by a few tokens in each step.
-        chunk = min(sequence.pending, limits.max_num_batched_tokens)
-        most = limits.most_pages(min(len(sequence.tokens) + limits.page_size, last), chunk)
-        return min(most, limits.usable_pages)
+        chunk = max(1, min(sequence.pending, limits.max_num_batched_tokens))
+        length = len(sequence.tokens) + sequence.drawing
+        most = limits.most_pages(min(length + limits.page_size, last), chunk)
+        return max(min(most, limits.usable_pages), sequence.live_pages)
 
-    def _start(self, sequence: Sequence) -> None:
-        del self.waiting[sequence.uid]
+    def _start(self, sequence: Sequence, found: Found, draft: Draft) -> None:
+        self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
         if sequence.first_scheduled_at is None:
             sequence.first_scheduled_at = self.clock()
-        self.running.append(sequence)
+        copy = self.tables.start(sequence, found)
+        if copy is not None:
+            draft.copies[sequence.uid] = copy
+        insort(self.running, sequence, key=rank_of)
 
     def _preempt(self, sequence: Sequence, draft: Draft) -> None:
         draft.drop(sequence)
@@ -201,35 +243,58 @@ class Scheduler:
         self.preemptions += 1
         self._requeue(sequence)
 
+    def _plan_suspect(self, draft: Draft) -> bool:
+        """Plan the next suspect alone, if it is its turn and it gets pages.
+
+        While it cannot, whoever runs goes on; they are more urgent, and end or need its pages some day.
+        """
+        suspect = next((s for s in self.running if s.uid in self._suspects), None)
+        if suspect is None:
+            if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
+                return False
+            suspect, found = self.waiting.first(), Found()
+            if suspect.uid not in self._suspects or not self._fits(suspect, found):
+                return False
+            self._start(suspect, found, draft)
+        return self._plan_anyhow(draft, suspect)
+
     # -------------------------------------------------------------------------------------- record
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Outcome]:
         """Apply what a step did, once; slices whose sequence has ended or lost its pages since are void."""
         assert len(result.sampled) == len(plan.slices), f"{len(result.sampled)} results for {plan}"
-        self._retire(plan)
-        current = self._current(plan)
+        self.retire(plan)
+        current = self.current(plan)
         outcomes = []
         now = self.clock()
-        for piece, sampled in zip(plan.slices, result.sampled, strict=True):
+        scores = result.scores or ((),) * len(plan.slices)
+        for piece, sampled, scored in zip(plan.slices, result.sampled, scores, strict=True):
             sequence = current.get(piece.uid)
             if sequence is None:
                 continue
             sequence.computed = piece.start + piece.count
-            self._release_behind(sequence)
+            sequence.ahead -= piece.count
+            sequence.drawing -= piece.emit
+            if sampled is not None and not sampled.finite:
+                self.tables.forget(sequence)
+                self._end(sequence, "error", "the model's logits were not finite (NaN or infinity)")
+                outcomes.append(Outcome(sequence))
+                continue
+            self.tables.advance(sequence)
             if self._suspects and sequence.computed >= self._suspects.get(piece.uid, sequence.computed + 1):
                 del self._suspects[piece.uid]
-            if not piece.emit:
-                continue
-            assert sampled is not None, f"no token for {sequence} in {plan}"
-            outcomes.append(self._append(sequence, sampled, now))
+            if piece.emit:
+                assert sampled is not None, f"no token for {sequence} in {plan}"
+                outcomes.append(self._append(sequence, sampled, now, scored, piece.start + 1))
+            elif scored:
+                outcomes.append(Outcome(sequence, scores=scored, scored_from=piece.start + 1))
         return outcomes
 
-    def _append(self, sequence: Sequence, sampled: Sampled, now: float) -> Outcome:
+    def _append(
+        self, sequence: Sequence, sampled: Sampled, now: float, scores: tuple[Sampled, ...], scored_from: int
+    ) -> Outcome:
         """Add a sampled token and decide the end: stop ids before lengths, so that both at once is "stop"."""
         token, sampling = sampled.token_id, sequence.request.sampling
-        if not sampled.finite:
-            self._end(sequence, "error", "the model's logits were not finite (NaN or infinity)")
-            return Outcome(sequence)
         if not 0 <= token < self.limits.vocab_size:
             self._end(sequence, "error", f"sampled token {token} is outside the vocabulary")
             return Outcome(sequence)
@@ -237,32 +302,41 @@ class Scheduler:
         if sequence.first_token_at is None:
             sequence.first_token_at = now
         sequence.last_token_at = now
+        stop_reason = None
         if sequence.num_output > sampling.min_tokens:
             if token in self.limits.eos_token_ids and not sampling.ignore_eos:
                 self._end(sequence, "stop")
-                return Outcome(sequence, sampled)
-            if token in sampling.stop_token_ids:
+            elif token in sampling.stop_token_ids:
+                stop_reason = token
                 self._end(sequence, "stop")
-                return Outcome(sequence, sampled, token)
-        if sequence.num_output >= sequence.max_tokens:
+        if sequence.finish_reason is None and sequence.num_output >= sequence.max_tokens:
             self._end(sequence, "length")
-        return Outcome(sequence, sampled)
+        return Outcome(sequence, sampled, stop_reason, scores, scored_from)
 
     def fail(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
-        """A step raised, and the content of every page is lost: all that runs is recomputed.
+        """A step raised, and the content of every page is lost: all that runs is recomputed, and a step in
+        flight behind it is void.
 
         Not so when the error has an attribute `kv_lost` that is False: the device was not reached, and
-        everyone keeps pages and `computed`.
+        everyone keeps pages and `computed`, but for whoever began with a copy that was not made.
 
         A plan of one sequence names the culprit, which ends with "error". Otherwise each sequence of the
         plan is suspect: it runs in a step of its own until it is past the place where the plan failed, so
         that only what fails alone is given up and the others go on.
         """
         kv_lost = getattr(error, "kv_lost", True)
-        current = self._current(plan)
-        self._retire(plan)
+        current = self.current(plan)
+        self.retire(plan)
         if kv_lost:
-            self.abandon(plan)
+            self.abandon()
+        else:
+            uncopied = {target for _, target in plan.copies}
+            for piece in plan.slices:
+                if piece.uid in current:
+                    current[piece.uid].ahead -= piece.count
+                    current[piece.uid].drawing -= piece.emit
+                    if uncopied.intersection(piece.pages):  # its first page was to be filled by this step
+                        self._requeue(current[piece.uid])
         if len(plan.slices) > 1:
             for piece in plan.slices:
                 if piece.uid in current:
@@ -274,118 +348,69 @@ class Scheduler:
             self._end(sequence, "error", f"the step failed {where} ({type(error).__name__})")
         return [Outcome(sequence) for sequence in current.values()]
 
-    def abandon(self, plan: StepPlan) -> None:
-        """A step was interrupted by nobody's fault (Ctrl-C): all that runs is recomputed, nobody is suspect.
-
-        Also for a plan that may have been recorded already: the interruption can come at any place.
-        """
-        if plan.step in self._in_flight:
-            self._retire(plan)
+    def abandon(self) -> None:
+        """What the pages hold is lost, or not known (Ctrl-C amid a step): all that runs is recomputed, every
+        step in flight is void, and nobody is suspect for it. Can come at any place."""
+        self._in_flight.clear()
         for sequence in reversed(tuple(self.running)):
             self._requeue(sequence)
+        self.tables.lost()
 
-    def _plan_suspect(self, draft: Draft) -> bool:
-        """Plan the next suspect alone, if it is its turn and it gets pages.
-
-        While it cannot, whoever runs already goes on; they are older, and end or need its pages some day.
-        """
-        suspect = next((s for s in self.running if s.uid in self._suspects), None)
-        if suspect is None:
-            if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
-                return False
-            suspect = next(iter(self.waiting.values()))
-            if suspect.uid not in self._suspects or not self._fits(suspect):
-                return False
-            self._start(suspect)
-        return self._plan_anyhow(draft, suspect)
-
-    # -------------------------------------------------------------------------------- common parts
-
-    def _current(self, plan: StepPlan) -> dict[int, Sequence]:
-        """The sequences of a plan that are still in the epoch it was planned in."""
+    def current(self, plan: StepPlan) -> dict[int, Sequence]:
+        """By uid: the sequences of a plan that are still in the epoch it was planned in."""
         epochs = {piece.uid: piece.epoch for piece in plan.slices}
         return {s.uid: s for s in self.running if epochs.get(s.uid) == s.epoch}
 
-    def _retire(self, plan: StepPlan) -> None:
+    def retire(self, plan: StepPlan) -> None:
+        """A plan has left the device, or nobody waits for it any more."""
         assert plan.step in self._in_flight, f"{plan} was recorded twice, or never planned"
-        del self._in_flight[plan.step]
-        self.pool.free(self._parked.pop(plan.step, ()))
+        self._in_flight.remove(plan.step)
 
-    def _release_behind(self, sequence: Sequence) -> None:
-        """Give back the pages that no query from `computed` on sees.
-
-        A step in flight that starts at `computed` or later neither sees nor writes them, so they are free at
-        once. Only one that was planned with an earlier start (its result is void, but it runs) may still
-        read them: they are parked until it retires.
-        """
-        start, first, seen = sequence.computed, sequence.released, self.limits.first_page(sequence.computed)
-        if first == seen:
-            return
-        pages, sequence.pages[first:seen] = sequence.pages[first:seen], [0] * (seen - first)
-        sequence.released = seen
-        self._free(pages, [n for n, at in self._in_flight.items() if at.get(sequence.uid, start) < start])
-
-    def _release(self, sequence: Sequence) -> None:
-        """Give all pages back."""
-        pages, sequence.pages, sequence.released = sequence.pages[sequence.released :], [], 0
-        sequence.epoch += 1
-        self._free(pages, [n for n, at in self._in_flight.items() if sequence.uid in at])
-
-    def _free(self, pages: list[int], steps: list[int]) -> None:
-        """Free pages: at once, or when the last of `steps`, which are in flight and may use them, retires."""
-        if steps:
-            self._parked.setdefault(max(steps), []).extend(pages)
-        else:
-            self.pool.free(pages)
+    # -------------------------------------------------------------------------------- common parts
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Back to the front of the queue with nothing computed. Youngest first keeps the queue in order."""
-        self._release(sequence)
-        self.running.remove(sequence)
+        """Back into the queue with nothing computed."""
+        self._let_go(sequence)
         sequence.computed = 0
         sequence.status = Status.WAITING
-        self.waiting[sequence.uid] = sequence
-        self.waiting.move_to_end(sequence.uid, last=False)
+        self.waiting.push(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """A running sequence stops to run: its pages go back, and what is in flight for it is void."""
+        remove_ranked(self.running, sequence)
+        self.tables.release(sequence)
+        sequence.epoch += 1
+        sequence.ahead = sequence.drawing = 0
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
+            self._let_go(sequence)
         else:
-            del self.waiting[sequence.uid]
+            self.waiting.remove(sequence)
         self._suspects.pop(sequence.uid, None)
-        self._release(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.error = error
 
     def check(self) -> list[str]:
         """What is wrong with the books, one sentence each; an empty list when all is well."""
-        problems = self.pool.check()
-        holders = Counter(page for s in self.running for page in s.pages[s.released :])
-        holders.update(page for pages in self._parked.values() for page in pages)
-        if holders.pop(0, 0):
-            problems.append("page 0 is in a table where a page should be")
-        wrong = {p: n for p, n in holders.items() if self.pool.count(p) != n}
-        if wrong or len(holders) != self.pool.num_live:
-            problems.append(
-                f"{self.pool} but tables hold {len(holders)}; counts differ at {sorted(wrong)[:8]}"
-            )
-        limits = self.limits
+        problems = self.tables.check(self.running)
         for s in self.running:
-            covered = len(s.pages) >= pages_for(s.computed, limits.page_size)
-            if s.status is not Status.RUNNING or not covered or s.pending < 1:
+            covered = len(s.pages) >= pages_for(s.planned, self.limits.page_size)
+            behind = s.pending < (0 if s.ahead else 1)
+            if s.status is not Status.RUNNING or not covered or behind or min(s.ahead, s.drawing) < 0:
                 problems.append(f"{s} should not run")
-            if s.released != limits.first_page(s.computed) or any(s.pages[: s.released]):
-                problems.append(f"{s} keeps pages behind its window, or gave back what it sees")
-            if s.live_pages > limits.pages_per_sequence:
-                problems.append(f"{s} holds more than {limits.pages_per_sequence} pages")
-        for s in self.waiting.values():
-            if s.status is not Status.WAITING or s.pages or s.released or s.computed:
+            if (s.ahead or s.drawing) and not self._in_flight:
+                problems.append(f"{s} waits for a step that is not in flight")
+        for s in self.waiting:
+            if s.status is not Status.WAITING or s.pages or s.released or s.planned or s.drawing:
                 problems.append(f"{s} should not wait")
-        order = [s.uid for s in self.running] + list(self.waiting)
-        if order != sorted(order):
-            problems.append(f"out of order: {order[:32]}")
-        if not self._suspects.keys() <= set(order):
+        for name, group in (("running", self.running), ("waiting", list(self.waiting))):
+            ranks = [s.rank for s in group]
+            if ranks != sorted(ranks):
+                problems.append(f"{name} is out of order: {ranks[:32]}")
+        known = {s.uid for s in self.running} | {s.uid for s in self.waiting}
+        if not self._suspects.keys() <= known:
             problems.append(f"suspects {sorted(self._suspects)[:8]} are gone")
         return problems
 

@@ -6,7 +6,12 @@ its continuations.
 
 from __future__ import annotations
 
-from jaxinfer.core import MAX_HELD_BACK, Limits, Request, RequestError, SamplingParams
+import math
+
+from jaxinfer.core import STRUCTURES, Limits, Request, RequestError, SamplingParams
+
+MAX_PRIORITY, MAX_SALT = 1000, 256
+"""Limits of Request.priority and Request.cache_salt."""
 
 
 def validate(request: Request, limits: Limits, *, has_tokenizer: bool = True) -> int:
@@ -22,6 +27,7 @@ def validate(request: Request, limits: Limits, *, has_tokenizer: bool = True) ->
         raise RequestError(f"sampling must be SamplingParams, got {request.sampling!r}", "sampling")
     _check_prompt(request.prompt_token_ids, limits)
     _check_stops(request.sampling, limits, has_tokenizer)
+    _check_options(request, limits, has_tokenizer)
     return _check_length(len(request.prompt_token_ids), request.sampling, limits)
 
 
@@ -73,12 +79,6 @@ def _check_stops(sampling: SamplingParams, limits: Limits, has_tokenizer: bool) 
             "stop strings need a tokenizer, and this model has none; use stop_token_ids instead", "stop"
         )
     held = held_back_ids(sampling, limits.eos_token_ids) if sampling.min_tokens else ()
-    if len(held) > MAX_HELD_BACK:
-        raise RequestError(
-            f"min_tokens would hold back {len(held)} ids (EOS and stop_token_ids); "
-            f"at most {MAX_HELD_BACK} can be",
-            "stop_token_ids",
-        )
     # The rows of an output matrix past the tokenizer's last id are never chosen, so they leave no choice.
     choices = vocab if limits.sampled_vocab is None else limits.sampled_vocab
     if sum(token < choices for token in held) >= choices:
@@ -87,6 +87,32 @@ def _check_stops(sampling: SamplingParams, limits: Limits, has_tokenizer: bool) 
             "be held back",
             "min_tokens",
         )
+
+
+def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> None:
+    sampling, vocab = request.sampling, limits.vocab_size
+    for token in sampling.logit_bias or ():
+        if token >= vocab:
+            raise RequestError(f"logit_bias: {token} is not an id from 0 to {vocab - 1}", "logit_bias")
+    if sampling.structured and not has_tokenizer:
+        name = next(n for n in STRUCTURES if getattr(sampling, n) is not None)
+        raise RequestError(f"{name} needs a tokenizer, and this model has none", name)
+    if sampling.prompt_logprobs is not None and min(limits.max_num_batched_tokens, limits.page_size) < 2:
+        raise RequestError(
+            "prompt_logprobs needs a max_num_batched_tokens and a page_size of at least 2", "prompt_logprobs"
+        )
+    priority, salt, timeout = request.priority, request.cache_salt, request.timeout_s
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {priority!r}",
+            "priority",
+        )
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT):
+        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters", "cache_salt")
+    if timeout is not None and (
+        isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf
+    ):
+        raise RequestError(f"timeout_s must be a number of seconds above 0, got {timeout!r}", "timeout_s")
 
 
 def _check_length(num_prompt: int, sampling: SamplingParams, limits: Limits) -> int:

@@ -357,12 +357,16 @@ def test_stats() -> None:
     target.step()
     stats = target.stats()
     assert stats["pages_total"] == 64
-    assert (stats["pages_free"], stats["pages_live"], stats["running"], stats["waiting"]) == (62, 2, 2, 0)
+    gauges = ("pages_free", "pages_live", "running", "waiting")
+    assert [stats[name] for name in gauges] == [63, 1, 1, 1], "the second continuation waits for the prompt"
+    target.step()
+    assert [target.stats()[name] for name in gauges] == [62, 2, 2, 0]
     drain(target)
     stats = target.stats()
     assert stats["compiled_programs"] == 0, "the runner's own"
-    assert (stats["requests"], stats["finished"]["length"], stats["steps"]) == (1, 2, 4)
-    assert (stats["prompt_tokens"], stats["generated_tokens"], stats["computed_tokens"]) == (3, 8, 12)
+    assert (stats["requests"], stats["finished"]["length"], stats["steps"]) == (1, 2, 5)
+    assert (stats["prompt_tokens"], stats["generated_tokens"], stats["computed_tokens"]) == (3, 8, 3 + 3 + 1 + 3)
+    assert stats["cached_tokens"] == 2, "all of the prompt but its last token"
     assert 0 < stats["host_share"] < 1
     json.dumps(stats, allow_nan=False)
 
@@ -377,5 +381,5 @@ def test_nothing_of_a_request_is_kept_after_its_end() -> None:
     drain(target)
     scheduler = target.scheduler
     kept = [target._outputs, target._uids_of, target._unsaid, scheduler.running, scheduler.waiting]
-    kept += [scheduler._in_flight, scheduler._parked, scheduler._suspects]
+    kept += [scheduler._in_flight, scheduler._suspects, target._flight, target._deadlines]
     assert not any(kept)

@@ -19,6 +19,7 @@ from jaxinfer.core import (
     StepResult,
 )
 from jaxinfer.engine import Scheduler
+from jaxinfer.engine.drawing import Drawing
 from jaxinfer.engine.validate import validate
 
 
@@ -37,11 +38,12 @@ def limits(**changes: Any) -> Limits:
 class Bench:
     """A scheduler with sequences A, B, C, ... (uids 0, 1, 2, ...) and a fake device."""
 
-    def __init__(self, lim: Limits, **runner: Any):
+    def __init__(self, lim: Limits, *, policy: Any = "fcfs", prefix_caching: bool = False, **runner: Any):
         self.limits = lim
-        self.scheduler = Scheduler(lim)
+        self.scheduler = Scheduler(lim, policy=policy, prefix_caching=prefix_caching)
         self.runner = FakeRunner(lim, **runner)
         self.sequences: list[Sequence] = []
+        self.drawings: list[Drawing] = []
 
     def add(self, prompt: int | tuple[int, ...], **sampling: Any) -> Sequence:
         ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
@@ -60,6 +62,7 @@ class Bench:
             num_prompt=len(ids),
         )
         self.sequences.append(sequence)
+        self.drawings.append(Drawing(sequence, self.limits, None))
         self.scheduler.add(sequence)
         return sequence
 
@@ -73,13 +76,30 @@ class Bench:
         """Run a step; returns {name: (start, count)} in the order of the plan."""
         plan = self.plan()
         try:
-            result = self.runner.fetch(self.runner.dispatch(plan))
+            result = self.run(plan)
         except RuntimeError as error:
             self.scheduler.fail(plan, error)
         else:
-            self.scheduler.commit(plan, result)
+            self.commit(plan, result)
         assert self.scheduler.check() == []
         return {"ABCDEFGH"[piece.uid]: (piece.start, piece.count) for piece in plan.slices}
+
+    def start(self, plan: StepPlan) -> Any:
+        """Dispatch a plan and say how its tokens are chosen; returns what `fetch` takes."""
+        pending = self.runner.dispatch(plan)
+        emitting = [plan.slices[index] for index in plan.emitting]
+        self.runner.sample(pending, [self.drawings[piece.uid].draw(piece) for piece in emitting])
+        return pending
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.fetch(self.start(plan))
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Any]:
+        outcomes = self.scheduler.commit(plan, result)
+        for outcome in outcomes:
+            if outcome.sampled is not None:
+                self.drawings[outcome.sequence.uid].append(outcome.sampled.token_id)
+        return outcomes
 
     def steps(self, count: int) -> list[dict[str, tuple[int, int]]]:
         return [self.step() for _ in range(count)]
@@ -134,7 +154,7 @@ def test_a_slice_has_the_pages_of_its_tokens_and_no_more() -> None:
     for _ in range(3):
         plan = bench.plan()
         pages.append(plan.slices[0].pages)
-        bench.scheduler.commit(plan, bench.runner.fetch(bench.runner.dispatch(plan)))
+        bench.commit(plan, bench.run(plan))
         assert plan.slices[0].num_prompt == 8
     assert [len(p) for p in pages] == [1, 2, 3]
     assert pages[2][:2] == pages[1]
@@ -205,7 +225,7 @@ def test_the_preempted_come_back_in_order_of_arrival() -> None:
     while bench.scheduler.has_unfinished:
         order += [name for name in bench.step() if name not in order]
         assert [s.uid for s in bench.scheduler.running] == sorted(s.uid for s in bench.scheduler.running)
-        uids = list(bench.scheduler.waiting)
+        uids = [s.uid for s in bench.scheduler.waiting]
         assert uids == sorted(uids)
     assert order == ["A", "B", "C", "D"]
     assert bench.scheduler.preemptions > 0
@@ -249,43 +269,66 @@ def test_a_prompt_as_large_as_the_pool_runs_alone() -> None:
 
 
 def test_a_result_for_a_sequence_cancelled_in_flight_is_void() -> None:
-    """Its pages stay taken until the step that writes them retires (B010, B028)."""
+    """Its pages are free at once: whoever gets them writes them after the step in flight (B010, B028)."""
     bench = Bench(limits())
     a, b = bench.add(5), bench.add(5)
     plan = bench.plan()
-    pending = bench.runner.dispatch(plan)
+    pending = bench.start(plan)
     assert bench.scheduler.finish(a.uid, "abort") is a
-    assert (a.pages, bench.scheduler.pool.num_live) == ([], 4)
+    assert (a.pages, bench.scheduler.pool.num_live) == ([], 2)
     assert bench.scheduler.check() == []
-    outcomes = bench.scheduler.commit(plan, bench.runner.fetch(pending))
+    outcomes = bench.commit(plan, bench.runner.fetch(pending))
     assert [o.sequence for o in outcomes] == [b]
     assert (a.num_output, b.num_output, bench.scheduler.pool.num_live) == (0, 1, 2)
 
 
 def test_a_result_from_before_a_preemption_is_void() -> None:
-    """What an asynchronous mode will do: the sequence lost its pages and runs again when the result comes."""
+    """The sequence lost its pages and runs again when the result comes."""
     bench = Bench(limits())
     a = bench.add(5)
     old = bench.plan()
-    result = bench.runner.fetch(bench.runner.dispatch(old))
-    bench.scheduler.abandon(old)
-    assert (a.status, a.computed, a.epoch) == (Status.WAITING, 0, 1)
+    pending = bench.start(old)
+    bench.scheduler._requeue(a)
+    assert (a.status, a.computed, a.ahead, a.drawing, a.epoch) == (Status.WAITING, 0, 0, 0, 1)
     new = bench.plan()
     assert new.slices[0].epoch == 1
-    bench.scheduler._in_flight[old.step] = frozenset({a.uid})
-    assert bench.scheduler.commit(old, result) == []
+    after = bench.start(new)
+    assert bench.commit(old, bench.runner.fetch(pending)) == []
     assert (a.computed, a.num_output) == (0, 0)
-    assert len(bench.scheduler.commit(new, bench.runner.fetch(bench.runner.dispatch(new)))) == 1
+    assert len(bench.commit(new, bench.runner.fetch(after))) == 1
     assert (a.computed, a.num_output) == (5, 1)
+
+
+def test_a_step_is_planned_while_the_one_before_it_is_in_flight() -> None:
+    """A token that is being sampled is run by the device as it comes, to the last but one of max_tokens."""
+    bench = Bench(limits())
+    a = bench.add(5, max_tokens=3)
+    first = bench.plan()
+    pending = bench.start(first)
+    second = bench.plan()
+    (piece,) = second.slices
+    assert (piece.start, piece.count, piece.chained, piece.emit) == (5, 1, True, True)
+    after = bench.start(second)
+    assert bench.scheduler.check() == []
+    bench.commit(first, bench.runner.fetch(pending))
+    third = bench.plan()
+    assert (third.slices[0].start, third.slices[0].chained) == (6, True)
+    last = bench.start(third)
+    assert bench.scheduler.schedule() is None, "the third token is the last one"
+    bench.commit(second, bench.runner.fetch(after))
+    bench.commit(third, bench.runner.fetch(last))
+    assert (a.finish_reason, a.num_output) == ("length", 3)
+    alone = Bench(limits())
+    alone.add(5, max_tokens=3)
+    alone.steps(3)
+    assert a.tokens == alone.sequences[0].tokens
 
 
 def test_a_plan_is_recorded_once() -> None:
     bench = Bench(limits())
     bench.add(5)
     plan = bench.plan()
-    with pytest.raises(AssertionError, match="neither committed nor failed"):
-        bench.scheduler.schedule()
-    result = bench.runner.fetch(bench.runner.dispatch(plan))
+    result = bench.run(plan)
     bench.scheduler.commit(plan, result)
     for record in (bench.scheduler.commit, bench.scheduler.fail):
         with pytest.raises(AssertionError):
@@ -406,8 +449,10 @@ def test_min_tokens_holds_back_every_id_that_would_end_it() -> None:
 
 def held_back(bench: Bench) -> tuple[int, ...]:
     plan = bench.plan()
-    bench.scheduler.commit(plan, StepResult((Sampled(1, -1.0, 1),)))
-    return plan.slices[0].held_back
+    changes = bench.drawings[0].draw(plan.slices[0]).changes
+    bench.commit(plan, StepResult((Sampled(1, -1.0, 1),)))
+    held = () if changes is None else zip(changes.ids, changes.addends, strict=True)
+    return tuple(sorted(token for token, addend in held if addend == float("-inf")))
 
 
 def test_a_stop_before_min_tokens_does_not_count() -> None:

@@ -1,0 +1,61 @@
+"""What decides the next token of a sequence besides the model: changes to logits, a grammar, its noise."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from jaxinfer.core import Draw, Limits, Sequence, Slice
+from jaxinfer.engine.changes import SequenceChanges
+from jaxinfer.engine.validate import held_back_ids
+
+
+class Matcher(Protocol):
+    """Follows an output that is bound to a structure (`jaxinfer.text.grammar`)."""
+
+    @property
+    def finished(self) -> bool:
+        """True when the structure is complete and nothing but an end may follow."""
+        ...
+
+    def mask(self) -> bytes | None:
+        """The ids that may follow, as `Draw.mask`; None allows all."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Take the next token. Raises RuntimeError for one that may not follow."""
+        ...
+
+
+class Drawing:
+    """Makes the Draws of one sequence. Told of every token, so that none is looked at twice."""
+
+    __slots__ = ("_changes", "_matcher", "_sequence")
+
+    def __init__(self, sequence: Sequence, limits: Limits, matcher: Matcher | None):
+        sampling = sequence.request.sampling
+        self._sequence, self._matcher = sequence, matcher
+        held = held_back_ids(sampling, limits.eos_token_ids) if sampling.min_tokens else ()
+        self._changes = None
+        if held or sampling.adjusts_logits:
+            self._changes = SequenceChanges(sampling, sequence.request.prompt_token_ids, held)
+
+    @property
+    def finished(self) -> bool:
+        """True when a structure is complete."""
+        return self._matcher is not None and self._matcher.finished
+
+    def append(self, token_id: int) -> None:
+        """Take the next output token. Raises RuntimeError when the structure does not allow it."""
+        if self._changes is not None:
+            self._changes.append(token_id)
+        if self._matcher is not None:
+            self._matcher.accept(token_id)
+
+    def draw(self, piece: Slice) -> Draw:
+        """How the token after a slice is chosen; all tokens before it have been appended."""
+        sequence, sampling = self._sequence, self._sequence.request.sampling
+        changes = None
+        if self._changes is not None:
+            changes = self._changes.current(hold_ends=sequence.num_output < sampling.min_tokens)
+        mask = None if self._matcher is None else self._matcher.mask()
+        return Draw(sampling, sequence.seed, piece.start + piece.count, changes, mask)

@@ -1,0 +1,52 @@
+"""The sequences that wait, most urgent first."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from jaxinfer.core import Sequence
+
+
+def rank_of(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank
+
+
+class WaitingQueue:
+    """Ordered by `Sequence.rank`; a newcomer of the lowest urgency, the usual one, is appended in O(1)."""
+
+    __slots__ = ("_by_uid", "_order")
+
+    def __init__(self) -> None:
+        self._order: list[Sequence] = []
+        self._by_uid: dict[int, Sequence] = {}
+
+    def push(self, sequence: Sequence) -> None:
+        insort(self._order, sequence, key=rank_of)
+        self._by_uid[sequence.uid] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._by_uid[sequence.uid]
+        remove_ranked(self._order, sequence)
+
+    def first(self) -> Sequence:
+        return self._order[0]
+
+    def get(self, uid: int) -> Sequence | None:
+        return self._by_uid.get(uid)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._order)
+
+    def __contains__(self, uid: int) -> bool:
+        return uid in self._by_uid
+
+
+def remove_ranked(ordered: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list that is ordered by rank."""
+    place = bisect_left(ordered, sequence.rank, key=rank_of)
+    assert ordered[place] is sequence, f"{sequence} is not where its rank {sequence.rank} belongs"
+    del ordered[place]

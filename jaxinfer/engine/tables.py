@@ -1,0 +1,160 @@
+"""The pages of each sequence: taken, shared, found in the prefix cache, copied and given back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from jaxinfer.core import Limits, Sequence
+from jaxinfer.engine.pages import PagePool, pages_for
+from jaxinfer.engine.prefix import Match, Node, PrefixCache
+
+
+class PageTables:
+    """Every change of `Sequence.pages` happens here.
+
+    Steps run on the device in the order of their dispatch, each on the KV state that the one before left.
+    So a page that is given back while a step in flight still writes it may be handed out at once: whoever
+    gets it writes it in a later step. Only full pages below `computed` enter the prefix cache, and no step
+    in flight writes those.
+    """
+
+    def __init__(self, limits: Limits, *, prefix_caching: bool):
+        self.limits = limits
+        self.pool = PagePool(limits.num_pages)
+        self.cache = PrefixCache(self.pool, limits.page_size) if prefix_caching else None
+
+    # ----------------------------------------------------------------------------------- starting
+
+    def find(self, sequence: Sequence, siblings: Iterable[Sequence]) -> Found:
+        """What of a sequence is in pages already; nothing is taken yet.
+
+        From the prefix cache: full pages, and the page that begins as what follows them. From a sibling (a
+        continuation of the same request): its prompt up to the last token, which is run again for its logits.
+        """
+        best = Found()
+        if sequence.request.sampling.prompt_logprobs is not None and not sequence.index:
+            return best  # the logits of every prompt token are wanted
+        if self.cache is not None:
+            match = self.cache.match(sequence.tokens, sequence.request.cache_salt, len(sequence.tokens) - 1)
+            best = Found(match.pages, match.num_tokens, match.partial, match)
+        last, size = sequence.num_prompt - 1, self.limits.page_size
+        seen, whole = self.limits.first_page(last), last // size
+        for sibling in siblings:
+            if sibling.computed >= last > best.total and sibling.released <= seen:
+                partial = (sibling.pages[whole], last % size) if last % size else None
+                pages = (*(0,) * seen, *sibling.pages[seen:whole])
+                best = Found(pages, whole * size, partial, None)
+        return best
+
+    def start(self, sequence: Sequence, found: Found) -> tuple[int, int] | None:
+        """Give a sequence that holds nothing what was found; returns the pages (from, to) to copy, if any."""
+        assert not sequence.pages, f"{sequence} holds pages"
+        if found.match is not None and self.cache is not None:
+            sequence.cursor = self.cache.take(found.match)
+        else:
+            self.pool.share(page for page in found.pages if page)
+        sequence.pages = list(found.pages)
+        sequence.computed = found.num_tokens
+        copy = None
+        if found.partial is not None:
+            source, count = found.partial
+            # Taken before a page is allocated, so that the source is not evicted to become its own copy.
+            own = self.pool.allocate(1)
+            if own is not None:
+                copy = (source, own[0])
+                sequence.pages += own
+                sequence.computed += count
+        sequence.released = self.limits.first_page(sequence.computed)
+        for index in range(sequence.released):
+            if sequence.pages[index]:
+                self.pool.free([sequence.pages[index]])
+                sequence.pages[index] = 0
+        sequence.cached_tokens = max(sequence.cached_tokens, min(sequence.computed, sequence.num_prompt))
+        return copy
+
+    # ------------------------------------------------------------------------------------ running
+
+    def reach(self, sequence: Sequence) -> int:
+        """Positions that it has pages for, with all that can be had."""
+        return (len(sequence.pages) + self.pool.num_available) * self.limits.page_size
+
+    def extend(self, sequence: Sequence, positions: int) -> None:
+        """Take pages up to `positions`, which must be within `reach`."""
+        more = self.pool.allocate(pages_for(positions, self.limits.page_size) - len(sequence.pages))
+        assert more is not None, f"{positions} positions of {sequence} do not fit {self.pool}"
+        sequence.pages += more
+
+    def advance(self, sequence: Sequence) -> None:
+        """`computed` has moved on, by a step that succeeded: full pages become matchable, and those behind
+        the window are given back."""
+        if self.cache is not None:
+            full = sequence.computed // self.limits.page_size
+            if full > (sequence.cursor.depth if isinstance(sequence.cursor, Node) else 0):
+                salt, pages = sequence.request.cache_salt, sequence.pages[:full]
+                sequence.cursor = self.cache.register(sequence.cursor, sequence.tokens, pages, salt)
+        first, seen = sequence.released, self.limits.first_page(sequence.computed)
+        if first != seen:
+            self.pool.free(sequence.pages[first:seen])
+            sequence.pages[first:seen] = [0] * (seen - first)
+            sequence.released = seen
+
+    def release(self, sequence: Sequence) -> None:
+        """Give all pages back, the last first: the prefix cache evicts those that were let go first."""
+        pages = sequence.pages[sequence.released :]
+        sequence.pages, sequence.released, sequence.cursor = [], 0, None
+        self.pool.free(reversed(pages))
+
+    def forget(self, sequence: Sequence) -> None:
+        """What a sequence computed is not to be trusted: take its pages out of the prefix cache."""
+        if self.cache is not None:
+            self.cache.forget(sequence.pages)
+
+    def lost(self) -> None:
+        """The content of every page is gone."""
+        if self.cache is not None:
+            self.cache.clear()
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def check(self, running: Iterable[Sequence]) -> list[str]:
+        """What is wrong with the books, one sentence each."""
+        running = list(running)
+        problems = self.pool.check()
+        if self.cache is not None:
+            problems += self.cache.check()
+        holders = Counter(page for s in running for page in s.pages[s.released :])
+        if holders.pop(0, 0):
+            problems.append("page 0 is in a table where a page should be")
+        wrong = {p: n for p, n in holders.items() if self.pool.count(p) != n}
+        if wrong or len(holders) != self.pool.num_live:
+            problems.append(
+                f"{self.pool} but tables hold {len(holders)}; counts differ at {sorted(wrong)[:8]}"
+            )
+        for s in running:
+            if s.released != self.limits.first_page(s.computed) or any(s.pages[: s.released]):
+                problems.append(f"{s} keeps pages behind its window, or gave back what it sees")
+            if s.live_pages > self.limits.pages_per_sequence:
+                problems.append(f"{s} holds more than {self.limits.pages_per_sequence} pages")
+        return problems
+
+
+class Found:
+    """The part of a sequence that is in pages: full `pages` of `num_tokens`, and a page to copy from, whose
+    first `partial[1]` tokens are its next ones."""
+
+    __slots__ = ("match", "num_tokens", "pages", "partial")
+
+    def __init__(
+        self,
+        pages: tuple[int, ...] = (),
+        num_tokens: int = 0,
+        partial: tuple[int, int] | None = None,
+        match: Match | None = None,
+    ):
+        self.pages, self.num_tokens, self.partial, self.match = pages, num_tokens, partial, match
+
+    @property
+    def total(self) -> int:
+        """Tokens that need not be computed."""
+        return self.num_tokens + (self.partial[1] if self.partial else 0)

@@ -365,7 +365,11 @@ def test_stats() -> None:
     stats = target.stats()
     assert stats["compiled_programs"] == 0, "the runner's own"
     assert (stats["requests"], stats["finished"]["length"], stats["steps"]) == (1, 2, 5)
-    assert (stats["prompt_tokens"], stats["generated_tokens"], stats["computed_tokens"]) == (3, 8, 3 + 3 + 1 + 3)
+    assert (stats["prompt_tokens"], stats["generated_tokens"], stats["computed_tokens"]) == (
+        3,
+        8,
+        3 + 3 + 1 + 3,
+    )
     assert stats["cached_tokens"] == 2, "all of the prompt but its last token"
     assert 0 < stats["host_share"] < 1
     json.dumps(stats, allow_nan=False)

@@ -57,7 +57,9 @@ class World:
     def step(self) -> list[TokenEvent]:
         events = self.engine.step()
         told = Counter((e.request_id, e.index) for e in events)
-        assert max(told.values(), default=0) <= 1 + self.asynchronous, "a token, and that the next step failed"
+        assert max(told.values(), default=0) <= 1 + self.asynchronous, (
+            "a token, and that the next step failed"
+        )
         for event in events:
             key = event.request_id, event.index
             assert key not in self.reasons, f"{key} goes on after its end"

@@ -143,9 +143,7 @@ class Machine(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------ rules
 
     @rule(tokens=TOKENS, salt=SALTS, short=st.integers(0, 2), compute=st.booleans(), forgetful=st.booleans())
-    def come(
-        self, tokens: list[int], salt: str | None, short: int, compute: bool, forgetful: bool
-    ) -> None:
+    def come(self, tokens: list[int], salt: str | None, short: int, compute: bool, forgetful: bool) -> None:
         limit = max(0, len(tokens) - short)
         match = self.cache.match(tokens, salt, limit)
         pages, common = self.naive.match(tokens, salt, limit)

@@ -20,7 +20,6 @@ from jaxinfer.core import (
     SamplingParams,
     Status,
     StepPlan,
-    StepResult,
 )
 from jaxinfer.engine.validate import validate
 
@@ -190,7 +189,6 @@ def test_a_pipeline_of_two_steps_reads_what_was_written() -> None:
     assert bench.runner.garbage_reads == 0
     assert bench.runner.most_in_flight == 2
     assert a.num_output == 9
-
 
 
 def test_two_thousand_tokens_in_eight_pages() -> None:

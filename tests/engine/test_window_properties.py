@@ -14,7 +14,7 @@ import pytest
 from fake_runner import FakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_properties import MODES, CULPRIT, EOS, FAIL_IN, HARMLESS, MANY, VOCAB, World, requests
+from test_engine_properties import CULPRIT, EOS, FAIL_IN, HARMLESS, MANY, MODES, VOCAB, World, requests
 
 from jaxinfer.core import Limits, Request, SamplingParams
 from jaxinfer.engine import Engine, validate

@@ -1,7 +1,8 @@
 """The equalities that hold the engine together, on a tiny model in float32.
 
 any chunking = one shot · any batch = alone · preempted = not · any page size = any other · seeded draws
-alone = in a batch. The programs are compiled once per page size; budgets, numbers of sequences and pools
+alone = in a batch · found in the prefix cache = computed · steps ahead = one after the other. The
+programs are compiled once per page size; budgets, numbers of sequences and pools
 below what they hold are limits of the engine alone, and cost nothing.
 """
 
@@ -63,8 +64,9 @@ class Asked:
 
 @functools.cache
 def cold(asked: Asked) -> RequestOutput:
-    """The answer of a fresh engine that runs nothing else, in one chunk, over pages of 16."""
-    return engine_over(runner_of(16)).generate(asked.prompt, asked.sampling)[0]
+    """The answer of a fresh engine that runs nothing else, in one chunk, step by step, over pages of 16."""
+    plain = {"enable_prefix_caching": False, "async_scheduling": False}
+    return engine_over(runner_of(16), plain).generate(asked.prompt, asked.sampling)[0]
 
 
 def same(got: list[RequestOutput], requests: list[Asked]) -> None:
@@ -83,12 +85,23 @@ def same(got: list[RequestOutput], requests: list[Asked]) -> None:
                     assert here[token].rank == there[token].rank
 
 
-def run(requests: list[Asked], page_size: int, **limits: Any) -> dict[str, Any]:
+def run(
+    requests: list[Asked], page_size: int, options: dict[str, Any] | None = None, **limits: Any
+) -> dict[str, Any]:
     """Run requests together under these limits, compare with `cold`, and return the engine's stats."""
-    llm = engine_over(runner_of(page_size), **limits)
+    llm = engine_over(runner_of(page_size), options, **limits)
     same(llm.generate([r.prompt for r in requests], [r.sampling for r in requests]), requests)
     assert_idle(llm)
     return llm.stats()
+
+
+options = st.fixed_dictionaries(
+    {
+        "enable_prefix_caching": st.booleans(),
+        "async_scheduling": st.booleans(),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+    }
+)
 
 
 lengths = st.one_of(
@@ -169,10 +182,61 @@ def test_any_load_under_any_limits_is_alone(page_size: int, data: st.DataObject)
     run(
         requests,
         page_size,
+        data.draw(options, label="options"),
         max_num_batched_tokens=data.draw(st.one_of(st.integers(1, 12), st.integers(1, 64)), label="budget"),
         max_num_seqs=data.draw(st.integers(1, 8), label="max_num_seqs"),
         num_pages=data.draw(st.integers(least, least + 10), label="num_pages"),
     )
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_found_in_the_cache_is_what_would_be_computed(page_size: int, ahead: bool) -> None:
+    """Prompts that begin alike, one after the other and together, in a pool that has to evict."""
+    llm = engine_over(runner_of(page_size), {"async_scheduling": ahead}, num_pages=1 + 256 // page_size)
+    other = runner_of(32 if page_size == 8 else 8)  # not the same runner: it would write into pages we keep
+    generator = np.random.default_rng(0)
+    stem, found = Asked(96, 0).prompt, 0
+    for _ in range(3):
+        batch = []
+        for _ in range(5):
+            keep = int(generator.integers(0, 97))
+            batch.append([*stem[:keep], *generator.integers(0, 300, 97 - keep).tolist()][: keep + 4])
+        outputs = llm.generate(batch, greedy(4))
+        for prompt, output in zip(batch, outputs, strict=True):
+            alone = engine_over(other, {"enable_prefix_caching": False}).generate(prompt, greedy(4))
+            assert output.outputs[0].token_ids == alone[0].outputs[0].token_ids
+        found += sum(output.metrics.cached_tokens for output in outputs)
+    assert found > 100
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_cancelled_and_interrupted_at_any_point(page_size: int, data: st.DataObject) -> None:
+    """A request cancelled after any step: what it said and what the others say is that of `cold`."""
+    requests = data.draw(st.lists(asked, min_size=2, max_size=5))
+    llm = engine_over(runner_of(page_size), data.draw(options), num_pages=1 + 256 // page_size)
+    names = []
+    for each in requests:
+        request = llm.prepare(each.prompt, each.sampling)
+        names.append(request.request_id)
+        llm.engine.add(request)
+    doomed = data.draw(st.sampled_from(names))
+    after = data.draw(st.integers(0, 12))
+    told: dict[tuple[str, int], list[int]] = {}
+    while llm.engine.has_work:
+        if after == 0:
+            llm.engine.cancel(doomed)
+        after -= 1
+        for event in llm.engine.step():
+            told.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+    for name, each in zip(names, requests, strict=True):
+        for index, part in enumerate(cold(each).outputs):
+            got = tuple(told.get((name, index), ()))
+            assert got == (part.token_ids[: len(got)] if name == doomed else part.token_ids)
+    assert_idle(llm)
 
 
 def test_the_kinds_of_sampling_are_told_apart() -> None:

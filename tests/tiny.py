@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.config import EngineConfig, LayerConfig, ModelConfig, Rope, StepShape, shape_ladder
+from jaxinfer.config import (
+    EngineConfig,
+    LayerConfig,
+    ModelConfig,
+    Rope,
+    StepShape,
+    most_emitting,
+    shape_ladder,
+)
 from jaxinfer.core import Limits, RequestOutput, SamplingParams
-from jaxinfer.llm import LLM
 from jaxinfer.model import weights
 from jaxinfer.model.llama import Build
 from jaxinfer.runtime import JaxRunner
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
 
 GOLDEN = Path(__file__).parent / "golden"
 """Answers of other implementations."""
@@ -116,6 +126,7 @@ def tiny_runner(
     ladder: tuple[StepShape, ...] | None = None,
     dtype: str = "float32",
     backend: str = "xla",
+    strict: bool = False,
 ) -> JaxRunner:
     """A runner of random weights. `ladder` stands in for the one of the two limits, to compile less."""
     build = tiny_build(dtype, backend)
@@ -123,20 +134,23 @@ def tiny_runner(
     return JaxRunner(
         config, graph, state, ladder or shape_ladder(max_num_seqs, max_num_batched_tokens),
         num_pages=num_pages, page_size=page_size, max_model_len=max_model_len,
-        kv_dtype=build.dtype, platform=build.platform,
+        kv_dtype=build.dtype, platform=build.platform, strict=strict,
     )  # fmt: skip
 
 
-def engine_over(runner: JaxRunner, **changes: Any) -> LLM:
+def engine_over(runner: JaxRunner, options: dict[str, Any] | None = None, **changes: Any) -> LLM:
     """A fresh LLM without a tokenizer over a runner that may have served others before.
 
-    `changes` are fields of Limits. A pool, a budget or a number of sequences below the runner's own runs
+    `options` are fields of EngineConfig for the engine alone (prefix cache, steps ahead, policy), `changes`
+    fields of Limits. A pool, a budget or a number of sequences below the runner's own runs
     on the programs that the runner has already compiled.
     """
+    from jaxinfer.llm import LLM
+
     limits = {
         "num_pages": runner.num_pages,
         "page_size": runner.page_size,
-        "max_num_seqs": max(shape.decode_rows for shape in runner.ladder),
+        "max_num_seqs": most_emitting(runner.ladder),
         "max_num_batched_tokens": max(shape.chunk_tokens for shape in runner.ladder),
         "max_model_len": runner.table_width * runner.page_size,
         "vocab_size": runner.config.vocab_size,
@@ -146,7 +160,7 @@ def engine_over(runner: JaxRunner, **changes: Any) -> LLM:
         runner,
         Limits(**{**limits, **changes}),
         model_config=runner.config,
-        engine_config=EngineConfig(seed=7),
+        engine_config=EngineConfig(seed=7, **(options or {})),
     )
 
 
@@ -177,9 +191,9 @@ def alone(llm: LLM, batch: list[list[int]], sampling: list[SamplingParams]) -> l
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing runs or waits, every page is free, and the books agree."""
+    """Nothing runs or waits, every page is free or only remembered, and the books agree."""
     stats = llm.stats()
-    assert stats["pages_free"] == stats["pages_total"], stats
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"], stats
     assert stats["running"] == stats["waiting"] == stats["pages_live"] == 0
     assert llm.engine.check() == []
     assert stats.get("invariant_failures", 0) == 0

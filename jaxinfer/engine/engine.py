@@ -21,7 +21,19 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxinfer.core import FinishReason, Limits, Request, RequestError, Runner, Sequence, StepPlan, TokenEvent
+from jaxinfer.core import (
+    STRUCTURES,
+    Draw,
+    FinishReason,
+    Limits,
+    Request,
+    RequestError,
+    Runner,
+    Sequence,
+    Slice,
+    StepPlan,
+    TokenEvent,
+)
 from jaxinfer.engine.drawing import Drawing
 from jaxinfer.engine.metrics import Counters, sequence_metrics
 from jaxinfer.engine.output import SequenceOutput, Tokenizer
@@ -75,7 +87,9 @@ class Engine:
         self._uids = itertools.count()
         self._outputs: dict[int, SequenceOutput] = {}  # by uid: every unfinished sequence
         self._uids_of: dict[str, set[int]] = {}  # by request id: its unfinished sequences
-        self._deadlines: list[tuple[float, str, float]] = []  # a heap of (time, request id, timeout)
+        self._deadlines: list[
+            tuple[float, int, Request]
+        ] = []  # a heap of (time, uid of the first sequence, ...)
         self._unsaid: list[TokenEvent] = []  # the ends of cancelled sequences, for the next step to tell
         self._flight: Flight | None = None
         self._counters = Counters()
@@ -109,6 +123,9 @@ class Engine:
             )
             structured = sampling.structured and self.tokenizer is not None
             matcher = self.tokenizer.matcher(sampling) if structured and self.tokenizer else None
+            if matcher is not None and matcher.finished:
+                name = next(n for n in STRUCTURES if getattr(sampling, n) is not None)
+                raise RequestError(f"{name} allows no text at all", name)
             drawing = Drawing(sequence, self.limits, matcher)
             outputs.append(SequenceOutput(sequence, self.tokenizer, drawing))
         for output in outputs:
@@ -116,7 +133,8 @@ class Engine:
             self.scheduler.add(output.sequence)
         self._uids_of[request.request_id] = {output.sequence.uid for output in outputs}
         if request.timeout_s is not None:
-            heapq.heappush(self._deadlines, (now + request.timeout_s, request.request_id, request.timeout_s))
+            first = outputs[0].sequence.uid
+            heapq.heappush(self._deadlines, (now + request.timeout_s, first, request))
         self._counters.requests += 1
         self._counters.prompt_tokens += len(request.prompt_token_ids)
         self.trace.arrived(request, now)
@@ -184,7 +202,7 @@ class Engine:
         if plan is None:
             return
         if failure is None and started is not None:
-            failure = self._sample(started)
+            failure = self._sample(started, events)
         if failure is not None:
             self._failed(plan, failure, events)
             return
@@ -194,21 +212,33 @@ class Engine:
             self._finish(started, events)
         self._forget_void_flight()
 
-    def _sample(self, flight: Flight) -> Exception | None:
+    def _sample(self, flight: Flight, events: list[TokenEvent]) -> Exception | None:
         """Say how the next tokens are chosen; returns what that raised."""
         began, plan = self.clock(), flight.plan
         current = self.scheduler.current(plan)
+        draws = [
+            self._draw(plan.slices[index], events) if plan.slices[index].uid in current else None
+            for index in plan.emitting
+        ]
         try:
-            draws = [
-                self._outputs[piece.uid].drawing.draw(piece) if piece.uid in current else None
-                for piece in (plan.slices[index] for index in plan.emitting)
-            ]
             self.runner.sample(flight.pending, draws)
         except Exception as error:
             return error
         finally:
             self._counters.dispatch_s += self.clock() - began
         return None
+
+    def _draw(self, piece: Slice, events: list[TokenEvent]) -> Draw | None:
+        """The draw of one slice. A structure that cannot go on ends its own sequence."""
+        output = self._outputs[piece.uid]
+        try:
+            return output.drawing.draw(piece)
+        except Exception as error:
+            logger.exception("the next token of %r cannot be chosen", output.sequence)
+            message = f"the structure of the output cannot be followed ({type(error).__name__})"
+            self.scheduler.finish(piece.uid, "error", message)
+            events.append(self._end(output, "", None, "error", message))
+            return None
 
     def _finish(self, flight: Flight, events: list[TokenEvent]) -> bool:
         """Wait for a step, record it and tell of it; False when it failed."""
@@ -260,8 +290,12 @@ class Engine:
     def _expire(self, now: float) -> None:
         """End the requests whose time is up."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id, timeout = heapq.heappop(self._deadlines)
-            self.cancel(request_id, f"not finished within its timeout of {timeout:g} s")
+            _, first, request = heapq.heappop(self._deadlines)
+            # Else it has ended, and its id may be that of a later request by now.
+            if any(
+                first <= uid < first + request.sampling.n for uid in self._uids_of.get(request.request_id, ())
+            ):
+                self.cancel(request.request_id, f"not finished within its timeout of {request.timeout_s:g} s")
 
     def _end_untold(self, error: BaseException) -> None:
         """A step broke off: end ("error") whoever has a token, or an end, that was recorded and not told."""
@@ -284,12 +318,12 @@ class Engine:
             if not ended_by_id:
                 output.drawing.append(sampled.token_id)
             text = output.push(sampled, ended_by_id, outcome.stop_reason)
+            stopped = output.stopped or (output.drawing.finished and not ended_by_id)
         except Exception as error:
             logger.exception("telling of a token of %r failed", sequence)
             message = f"detokenising token {sampled.token_id} failed ({type(error).__name__})"
             self.scheduler.finish(sequence.uid, "error", message)
             return self._end(output, "", sampled, "error", message)
-        stopped = output.stopped or (output.drawing.finished and not ended_by_id)
         if stopped and sequence.finish_reason is None:
             self.scheduler.finish(sequence.uid, "stop")
         if sequence.finish_reason is None:

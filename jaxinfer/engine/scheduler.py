@@ -193,7 +193,8 @@ class Scheduler:
             siblings = [s for s in self.running if s.request is sequence.request]
             if any(s.computed < s.num_prompt for s in siblings):
                 return  # the prompt is being computed already: soon it is there to share
-            found = self.tables.find(sequence, siblings)
+            # Copies are read before any is written: not from a page that is itself being filled by one.
+            found = self.tables.find(sequence, (s for s in siblings if s.uid not in draft.copies))
             if len(self.running) >= self.limits.max_num_seqs or not self._fits(sequence, found):
                 # Under "priority" someone urgent may have come after whoever runs.
                 if self.running and self.running[-1].rank > sequence.rank:
@@ -202,7 +203,8 @@ class Scheduler:
                 return
             self._start(sequence, found, draft)
             if not self._plan(draft, sequence):
-                assert draft.budget < 2, f"{sequence} was admitted without room"
+                ok = draft.budget < 2 and sequence.uid not in draft.copies
+                assert ok, f"{sequence} was admitted without room"
                 return
 
     def _fits(self, sequence: Sequence, found: Found) -> bool:
@@ -335,8 +337,9 @@ class Scheduler:
                 if piece.uid in current:
                     current[piece.uid].ahead -= piece.count
                     current[piece.uid].drawing -= piece.emit
-                    if uncopied.intersection(piece.pages):  # its first page was to be filled by this step
-                        self._requeue(current[piece.uid])
+            for sequence in tuple(self.running):
+                if uncopied.intersection(sequence.pages):  # one of its pages was to be filled by this step
+                    self._requeue(sequence)
         if len(plan.slices) > 1:
             for piece in plan.slices:
                 if piece.uid in current:

@@ -59,7 +59,7 @@ class PageTables:
         copy = None
         if found.partial is not None:
             source, count = found.partial
-            # Taken before a page is allocated, so that the source is not evicted to become its own copy.
+            # The source may be evicted for this, and even become its own copy: it is read before any write.
             own = self.pool.allocate(1)
             if own is not None:
                 copy = (source, own[0])

@@ -94,6 +94,9 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
     for token in sampling.logit_bias or ():
         if token >= vocab:
             raise RequestError(f"logit_bias: {token} is not an id from 0 to {vocab - 1}", "logit_bias")
+    if sampling.structured and sampling.min_tokens:
+        # A structure that is complete allows an end and nothing else, and min_tokens holds ends back.
+        raise RequestError("min_tokens does not work together with a structured output", "min_tokens")
     if sampling.structured and not has_tokenizer:
         name = next(n for n in STRUCTURES if getattr(sampling, n) is not None)
         raise RequestError(f"{name} needs a tokenizer, and this model has none", name)

@@ -4,6 +4,8 @@ from jaxinfer import LLM, SamplingParams
 LLM("smollm2-135m").generate("Gravity is", SamplingParams(max_tokens=32))
 """
 
+from typing import TYPE_CHECKING, Any
+
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.core import (
     CompletionOutput,
@@ -15,7 +17,9 @@ from jaxinfer.core import (
     SamplingParams,
     TokenEvent,
 )
-from jaxinfer.llm import LLM
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
 
 __all__ = [
     "LLM",
@@ -30,3 +34,12 @@ __all__ = [
     "SamplingParams",
     "TokenEvent",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """LLM when it is asked for: the rooms below it can be imported without it."""
+    if name == "LLM":
+        from jaxinfer.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

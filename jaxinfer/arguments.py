@@ -63,6 +63,18 @@ def one_each(params: Any, count: int, what: str) -> list[Sampling]:
     return list(params)
 
 
+def options_each(options: Mapping[str, Any], count: int, what: str) -> list[dict[str, Any]]:
+    """The options of each of `count` requests, by name: a list (or tuple) has one value for each of them, and
+    what is none is for all. Raises RequestError for a list of another length."""
+    for name, value in options.items():
+        if isinstance(value, (list, tuple)) and len(value) != count:
+            raise RequestError(f"{name} has {len(value)} values for {count} {what}", name)
+    return [
+        {name: value[i] if isinstance(value, (list, tuple)) else value for name, value in options.items()}
+        for i in range(count)
+    ]
+
+
 def sampling_over(own: SamplingParams, wanted: Sampling) -> SamplingParams:
     """The sampling of a request that asks for `wanted`, where the model's own is `own`.
 

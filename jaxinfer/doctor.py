@@ -5,6 +5,7 @@ Every part is looked at on its own, so that a broken one is reported and does no
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -18,6 +19,7 @@ from typing import Any
 DISTRIBUTIONS = (
     "jaxinfer", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "safetensors",
     "gguf", "tokenizers", "jinja2", "huggingface_hub", "fastapi", "uvicorn", "pydantic",
+    "llguidance",
 )  # fmt: skip
 PACKAGES = ("jaxinfer", "pallas_kernels", "checkpoints")
 ENVIRONMENT = ("JAXINFER_", "JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE")
@@ -34,6 +36,8 @@ def examine() -> dict[str, Any]:
         "platform": {"system": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()},
         "devices": _attempt(_devices),
         "attention_backends": _attempt(_attention_backends),
+        "structured_outputs": _attempt(_structured_outputs),
+        "engine_defaults": _attempt(_engine_defaults),
         "cache": _attempt(_cache),
         "import_paths": {name: _import_path(name) for name in PACKAGES},
         "environment": environment,
@@ -96,6 +100,22 @@ def _attention_backends() -> dict[str, str]:
     kernels = importlib.import_module("pallas_kernels")
     backends = getattr(kernels, "backends", None)
     return dict(backends()) if backends else {}
+
+
+def _structured_outputs() -> dict[str, str | bool]:
+    """Whether schemas, patterns, choices and grammars can be served: a native library compiles them."""
+    try:
+        importlib.import_module("llguidance")
+    except Exception as error:  # a wheel for another platform fails in ways of its own
+        return {"llguidance": f"cannot be imported ({type(error).__name__}: {error})"}
+    return {"llguidance": True}
+
+
+def _engine_defaults() -> dict[str, Any]:
+    """How a model runs when nothing is stated."""
+    from jaxinfer.config import EngineConfig
+
+    return dataclasses.asdict(EngineConfig())
 
 
 def _cache() -> dict[str, Any]:

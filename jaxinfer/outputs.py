@@ -1,16 +1,59 @@
-"""From the events of a request to its RequestOutput."""
+"""From the events of a request to its RequestOutput, and from that of a scored text to its Score."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 from jaxinfer.core import (
     CompletionOutput,
     FinishReason,
+    JaxInferError,
     Logprob,
     Request,
     RequestMetrics,
     RequestOutput,
+    SamplingParams,
     TokenEvent,
 )
+
+SCORING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+"""How a text is run to be scored: for its own tokens' logprobs. A request generates one token at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How likely a model finds a text. Logprobs are natural, of the raw float32 distribution.
+
+    `logprobs[i]` is that of `token_ids[i]` after those before it; None for the first, which follows nothing.
+    `nll` is the sum of -logprob, `perplexity` exp(nll / number of scored tokens), infinity where that
+    is past a float's range.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    nll: float
+    perplexity: float
+
+
+def score_of(output: RequestOutput) -> Score:
+    """The score of a text that ran with SCORING. Raises JaxInferError when its run failed."""
+    if output.prompt_logprobs is None:
+        ended = output.outputs[0]
+        raise JaxInferError(
+            f"the text was not scored: {ended.error or f'it ended with {ended.finish_reason}'}"
+        )
+    logprobs = tuple(
+        None if known is None else known[token].logprob
+        for token, known in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    )
+    scored = [value for value in logprobs if value is not None]
+    nll = -math.fsum(scored)
+    try:
+        perplexity = math.exp(nll / len(scored))
+    except OverflowError:
+        perplexity = math.inf
+    return Score(token_ids=output.prompt_token_ids, logprobs=logprobs, nll=nll, perplexity=perplexity)
 
 
 class Continuation:
@@ -21,6 +64,7 @@ class Continuation:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None
+        self.prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
         self.last: TokenEvent | None = None
 
@@ -31,6 +75,8 @@ class Continuation:
         if event.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.extend(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason, self.last = event.finish_reason, event
 
@@ -60,17 +106,19 @@ def request_output(request: Request, answers: list[Continuation]) -> RequestOutp
         prompt_token_ids=request.prompt_token_ids,
         outputs=tuple(answer.output() for answer in answers),
         metrics=metrics[0] if len(metrics) == 1 else _joined(metrics),
+        prompt_logprobs=answers[0].prompt_logprobs,
     )
 
 
 def _joined(metrics: list[RequestMetrics]) -> RequestMetrics:
-    """Of n continuations: the first token of any, the end of the last, the mean time per token."""
+    """Of n continuations: the first token of any, the end of the last, the mean time per token. The prompt is
+    computed once, for the first one, so what that found in the prefix cache is what the request found."""
     tpot = [m.tpot_s for m in metrics if m.tpot_s is not None]
     return RequestMetrics(
         queue_s=min((m.queue_s for m in metrics if m.queue_s is not None), default=None),
         ttft_s=min((m.ttft_s for m in metrics if m.ttft_s is not None), default=None),
         tpot_s=sum(tpot) / len(tpot) if tpot else None,
         total_s=max((m.total_s for m in metrics if m.total_s is not None), default=None),
-        cached_tokens=sum(m.cached_tokens for m in metrics),
+        cached_tokens=metrics[0].cached_tokens if metrics else 0,
         preemptions=sum(m.preemptions for m in metrics),
     )

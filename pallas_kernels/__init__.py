@@ -5,6 +5,6 @@ A leaf package: it imports jax and numpy only, and knows no model, request or fi
 
 from pallas_kernels.attention import backends, paged_attention, resolve_backend
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.pages import write_kv
+from pallas_kernels.pages import copy_pages, write_kv
 
-__all__ = ["RaggedBatch", "backends", "paged_attention", "resolve_backend", "write_kv"]
+__all__ = ["RaggedBatch", "backends", "copy_pages", "paged_attention", "resolve_backend", "write_kv"]

@@ -10,6 +10,9 @@ import numpy as np
 TILE_SIZES = (256, 32)
 """Query tiles of the xla backend, largest first: a chunk is cut into whole large tiles, then small ones."""
 
+UNIFORM_TILE_SIZES = TILE_SIZES[-1:]
+"""The same where every query must see its keys in the same blocks whatever its chunk is: small ones only."""
+
 
 class RaggedBatch(NamedTuple):
     """Which query belongs to which row, and where each row's keys live. All int32.
@@ -20,8 +23,9 @@ class RaggedBatch(NamedTuple):
     positions   [T]     position of each token in its sequence, 0 for padding
     page_table  [B, P]  page ids; page i of a row holds positions i * Z .. (i + 1) * Z - 1; unused are 0
     kv_len      [B]     keys of each row that are written, this step's own included; 0 for padding rows
-    tiles       one [C, 3] per TILE_SIZES: (row, first packed token, tokens) of each query tile, in order
-    num_tiles   [len(TILE_SIZES)]  how many entries of each `tiles` are real
+    tiles       one [C, 3] per tile size: (row, first packed token, tokens) of each query tile, in order; two
+                arrays for TILE_SIZES, one for UNIFORM_TILE_SIZES
+    num_tiles   [len(tiles)]  how many entries of each `tiles` are real
 
     Token t attends to the keys at positions 0 .. positions[t] of its row. The first `decode_rows` tokens
     (a static number, passed beside this) are rows of one query each: token i is row i. Worked example with
@@ -42,39 +46,43 @@ class RaggedBatch(NamedTuple):
     num_tiles: jax.Array
 
 
-def tile_capacity(chunk_tokens: int, chunk_rows: int) -> tuple[int, ...]:
+def tile_capacity(chunk_tokens: int, chunk_rows: int, sizes: tuple[int, ...] = TILE_SIZES) -> tuple[int, ...]:
     """Entries of each `tiles` array that any `chunk_rows` chunks of `chunk_tokens` tokens can need.
 
     >>> tile_capacity(512, 4)    # two of 256 at most; 4 rows leave at most 512 // 32 + 4 small ones
     (2, 20)
     """
-    large, small = TILE_SIZES
-    return max(chunk_tokens // large, 1), max(chunk_tokens // small + chunk_rows, 1)
+    *large, small = sizes
+    most_small = max(chunk_tokens // small + chunk_rows, 1)
+    return (*(max(chunk_tokens // size, 1) for size in large), most_small)
 
 
-def cut_tiles(rows: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Cut chunks (row, first packed token, tokens) into tiles of each of TILE_SIZES.
+def cut_tiles(
+    rows: list[tuple[int, int, int]], sizes: tuple[int, ...] = TILE_SIZES
+) -> list[list[tuple[int, int, int]]]:
+    """Cut chunks (row, first packed token, tokens) into tiles of each of `sizes`.
 
     >>> cut_tiles([(0, 0, 300)])    # 300 = 256 + 32 + 12
     [[(0, 0, 256)], [(0, 256, 32), (0, 288, 12)]]
     """
-    large, small = TILE_SIZES
-    cut: list[list[tuple[int, int, int]]] = [[], []]
+    cut: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
     for row, start, count in rows:
         end = start + count
-        while end - start >= large:
-            cut[0].append((row, start, large))
-            start += large
-        while start < end:
-            cut[1].append((row, start, min(small, end - start)))
-            start += small
+        for size, tiles in zip(sizes, cut, strict=True):
+            while end - start >= size:
+                tiles.append((row, start, size))
+                start += size
+        if start < end:
+            cut[-1].append((row, start, end - start))
     return cut
 
 
-def fill_tiles(rows: list[tuple[int, int, int]], capacity: tuple[int, ...]) -> tuple[tuple, np.ndarray]:
+def fill_tiles(
+    rows: list[tuple[int, int, int]], capacity: tuple[int, ...], sizes: tuple[int, ...] = TILE_SIZES
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """`cut_tiles` as the padded arrays of a RaggedBatch: (tiles, num_tiles), numpy int32."""
     arrays, counts = [], []
-    for tiles, room in zip(cut_tiles(rows), capacity, strict=True):
+    for tiles, room in zip(cut_tiles(rows, sizes), capacity, strict=True):
         assert len(tiles) <= room, f"{len(tiles)} tiles for {room} places"
         array = np.zeros((room, 3), np.int32)
         if tiles:

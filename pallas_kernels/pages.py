@@ -1,4 +1,4 @@
-"""Writing this step's K/V into pages."""
+"""Writing into pages: this step's K/V, and copies of whole pages."""
 
 from __future__ import annotations
 
@@ -19,3 +19,16 @@ def write_kv(pages: jax.Array, new: jax.Array, page_ids: jax.Array, offsets: jax
     heads = jnp.arange(pages.shape[1], dtype=jnp.int32)
     where = (page_ids[:, None], heads[None, :], offsets[:, None])
     return pages.at[where].set(new.astype(pages.dtype), mode="promise_in_bounds")
+
+
+def copy_pages(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    """Give page targets[i] the content of page sources[i]: all are read before any is written, and in place
+    when `pages` is donated.
+
+    pages [M, K, Z, H]; sources, targets int32 [n], which the host has checked: 0 <= id < M, and no target
+    twice but page 0. Pairs (0, 0) are padding: page 0 belongs to nobody.
+
+        pages [A B C D], sources [1 2 0], targets [2 3 0] -> [A B B C]
+    """
+    held = pages.at[sources].get(mode="promise_in_bounds")
+    return pages.at[targets].set(held, mode="promise_in_bounds")

@@ -152,12 +152,13 @@ def _chunks(
     tokens, heads, width = q.shape
     kv_heads = k_pages.shape[1]
     group = heads // kv_heads
-    out = jnp.zeros((tokens + TILE_SIZES[0], heads, width), q.dtype)
-    padded = jnp.pad(q, ((0, TILE_SIZES[0]), (0, 0), (0, 0)))  # a tile may reach past the last token
-    positions = jnp.pad(batch.positions, (0, TILE_SIZES[0]))
+    sizes = TILE_SIZES[-len(batch.tiles) :]
+    out = jnp.zeros((tokens + sizes[0], heads, width), q.dtype)
+    padded = jnp.pad(q, ((0, sizes[0]), (0, 0), (0, 0)))  # a tile may reach past the last token
+    positions = jnp.pad(batch.positions, (0, sizes[0]))
 
-    for index, size in enumerate(TILE_SIZES):
-        if size > tokens and size != TILE_SIZES[-1]:
+    for index, size in enumerate(sizes):
+        if size > tokens and size != sizes[-1]:
             continue
         # Scores are [K, G * Q, keys]: as many keys as queries keeps them in cache, and a causal tile full.
         block_pages = _block_pages(1, k_pages, batch.page_table.shape[1], max(size, 128))

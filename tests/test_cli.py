@@ -123,6 +123,15 @@ def test_json_is_one_object_per_prompt_and_line(run):
     assert second["prompt"] == "hi there"
 
 
+def test_json_has_the_logprobs_of_the_prompt_when_asked_for(run):
+    status, out, _ = run("generate", "m", "hi!", "--json", "--prompt-logprobs", "1", "--max-tokens", "2")
+    assert status == 0
+    first, *others = json.loads(out)["prompt_logprobs"]
+    assert first is None
+    assert [next(iter(known)) for known in others] == [str(ord("i")), str(ord("!"))]
+    assert set(others[0][str(ord("i"))]) == {"logprob", "rank", "text"}
+
+
 def test_several_prompts_and_answers_are_set_apart(run):
     status, out, _ = run("generate", "m", "hi", "--n", "2")
     assert (status, out) == (0, f"{HELLO}\n{'-' * 40}\n{HELLO}\n")
@@ -149,6 +158,15 @@ def test_prompts_may_be_token_ids(run):
         (["generate", "m", "hi", "--stop", ""], "stop"),
         (["generate", "m", "bad \udc80 bytes"], "UTF-8"),
         (["chat", "m", "--n", "2"], "n must be 1"),
+        (["chat", "m", "--logprobs", "2"], "generate --json"),
+        (["generate", "m", "hi", "--logit-bias", "5=1"], "504:-100"),
+        (["generate", "m", "hi", "--logit-bias", "5:1", "--logit-bias", "5:2"], "twice"),
+        (["generate", "m", "hi", "--logit-bias", "5:nan"], "logit_bias"),
+        (["generate", "m", "hi", "--logit-bias", "259:1"], "259"),
+        (["generate", "m", "hi", "--repetition-penalty", "0"], "repetition_penalty"),
+        (["generate", "m", "hi", "--json-schema", "@/no/such/file"], "/no/such/file"),
+        (["generate", "m", "hi", "--regex", "a", "--choice", "b"], "exclude each other"),
+        (["generate", "m", "hi", "--regex", "bad \udc80 bytes"], "UTF-8"),
     ],
 )
 def test_bad_input_is_one_line_and_status_1(run, arguments: list[str], told: str):
@@ -167,6 +185,9 @@ def test_bad_input_is_one_line_and_status_1(run, arguments: list[str], told: str
         ["generate", "m", "hi", "--max-tokens", "many"],
         ["generate", "m", "hi", "--warp", "9"],
         ["generate", "m", "hi", "--dtype", "float8"],
+        ["generate", "m", "hi", "--logprobs", "2"],
+        ["generate", "m", "hi", "--prompt-logprobs", "2"],
+        ["score", "m"],
     ],
 )
 def test_a_wrong_command_line_is_status_2(run, arguments: list[str]):
@@ -196,19 +217,35 @@ def test_an_error_of_ours_is_named_and_shown_only_when_asked(monkeypatch: pytest
 
 def test_sampling_flags_are_the_sampling_params():
     flags, params = ({f.name: f.default for f in fields(kind)} for kind in (SamplingFlags, SamplingParams))
-    refused = set(params) - set(flags)
-    assert set(flags) <= set(params)
+    assert set(flags) == set(params)
     assert SamplingFlags().given() == {}  # what is left out is the model's own
     given = {
         "n": 2, "max_tokens": 5, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
         "seed": 0, "stop": ("x",), "stop_token_ids": (3,), "include_stop_str_in_output": True,
-        "ignore_eos": True, "logprobs": 0, "skip_special_tokens": False,
+        "ignore_eos": True, "logprobs": 0, "skip_special_tokens": False, "repetition_penalty": 1.1,
+        "presence_penalty": 0.0, "frequency_penalty": -1.0, "prompt_logprobs": 0,
     }  # fmt: skip
-    assert set(given) == set(flags)
     assert SamplingFlags(**given).given() == given
-    for name in refused:  # what is not served has no flag
-        with pytest.raises(RequestError, match=f"{name} is not supported"):
-            SamplingParams(**{name: 2})
+    assert SamplingFlags(logit_bias=("5:-100", "6:2.5")).given() == {"logit_bias": {5: -100.0, 6: 2.5}}
+    structures = {
+        "json_schema": '{"type": "object"}',
+        "regex": "a+",
+        "choice": ("a", "b"),
+        "grammar": "start: A",
+    }
+    for name, value in structures.items():
+        assert SamplingFlags(**{name: value}).given() == {name: value}
+    assert set(given) | {"logit_bias"} | set(structures) == set(flags)
+
+
+def test_schemas_and_grammars_may_be_files(tmp_path: Path):
+    schema, damaged = tmp_path / "schema.json", tmp_path / "damaged"
+    schema.write_text('{"type": "object"}')
+    damaged.write_bytes(b"a\xff")
+    for name in ("json_schema", "grammar"):
+        assert SamplingFlags(**{name: f"@{schema}"}).given() == {name: '{"type": "object"}'}
+        with pytest.raises(RequestError, match=f"{name}: .*byte 1 is not valid UTF-8"):
+            SamplingFlags(**{name: f"@{damaged}"}).given()
 
 
 def test_flags_that_are_left_out_are_the_models_own(run, monkeypatch: pytest.MonkeyPatch):
@@ -264,7 +301,7 @@ def test_help_is_quick_and_imports_nothing_heavy():
     code = f"import sys, jaxinfer.cli\nprint(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-    for command in ("", "pull", "generate", "chat", "serve", "doctor"):
+    for command in ("", "pull", "generate", "chat", "serve", "score", "doctor"):
         assert shell(*[command][: bool(command)], "--help").returncode == 0
 
 
@@ -308,6 +345,10 @@ def test_doctor_says_what_is_there(tmp_path: Path):
     report = json.loads(done.stdout)
     assert report["versions"]["python"].startswith("3.")
     assert report["versions"]["jax"]
+    assert report["versions"]["llguidance"]
+    assert report["structured_outputs"] == {"llguidance": True}
+    assert report["engine_defaults"]["page_size"] == 16
+    assert report["engine_defaults"]["enable_prefix_caching"] is True
     assert report["devices"][0]["platform"]
     assert list(report["cache"]["pulled_models"]) == ["smollm2-135m"]
     assert report["import_paths"]["jaxinfer"] == str(ROOT / "jaxinfer")
@@ -315,6 +356,8 @@ def test_doctor_says_what_is_there(tmp_path: Path):
     done = shell("doctor", JAXINFER_CACHE=str(tmp_path))
     assert done.returncode == 0
     assert "attention backends" in done.stdout
+    assert "llguidance: yes" in done.stdout
+    assert "page size: 16" in done.stdout
     assert "smollm2-135m" in done.stdout
 
 
@@ -420,7 +463,9 @@ def test_programs_compiled_before_the_text_are_shown_and_later_ones_are_not(
     monkeypatch.setattr(FakeRunner, "dispatch", compiling)
     status, out, err = run(*arguments, stdin="hi\n")
     assert (status, out) == (0, HELLO + "\n")
-    assert err.count("compiling: done") == err.count("\n") == 1
+    assert (
+        err.count("compiling: done") == err.count("\n") == 2
+    )  # the second step starts before the first tells
     assert progress._silenced == 0
 
 

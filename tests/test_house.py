@@ -19,7 +19,7 @@ ALLOWED = {
     "jaxinfer.progress": set(),
     "jaxinfer.presets": set(),
     "jaxinfer.config": {"jaxinfer.core"},
-    "jaxinfer.text": set(),
+    "jaxinfer.text": {"jaxinfer.core"},
     "jaxinfer.engine": {"jaxinfer.core", "jaxinfer.text"},
     "jaxinfer.model": {"jaxinfer.core", "jaxinfer.config", "pallas_kernels"},
     "jaxinfer.runtime": {

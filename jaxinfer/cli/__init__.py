@@ -1,8 +1,9 @@
 """The command `jaxinfer`: results on stdout, everything else on stderr.
 
 Status 0: all was done. 1: it could not be, and one line on stderr says why. 2: the command line itself is
-wrong. 130: interrupted. JAXINFER_DEBUG=1 shows the traceback behind the line. Heavy modules are imported by
-the command that needs them, so that `--help` answers at once.
+wrong. 130: interrupted. JAXINFER_DEBUG=1 shows the traceback behind the line, 2 to 4 also what the engine
+does (`jaxinfer.cli.debug`). Heavy modules are imported by the command that needs them, so that `--help`
+answers at once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import subcommand
 
+from jaxinfer.cli import debug
 from jaxinfer.cli.chat import Chat
 from jaxinfer.cli.commands import Doctor, Pull, Serve
 from jaxinfer.cli.convert import Convert
 from jaxinfer.cli.generate import Generate
+from jaxinfer.cli.score import Score
 from jaxinfer.cli.terminal import UsageError, say_error
 from jaxinfer.core import JaxInferError
 
@@ -30,6 +33,7 @@ Command = (
     | Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Serve, subcommand("serve")]
+    | Annotated[Score, subcommand("score")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Doctor, subcommand("doctor")]
 )
@@ -59,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Any) -> int:
     try:
+        debug.set_up()
         status = command.run()
         sys.stdout.flush()
         return status
@@ -68,7 +73,7 @@ def _run(command: Any) -> int:
     except (KeyboardInterrupt, BrokenPipeError):
         raise
     except Exception as error:
-        if os.environ.get("JAXINFER_DEBUG") == "1":
+        if debug.level() >= debug.TRACEBACKS:
             raise
         say_error(_one_line(error))
         return 1

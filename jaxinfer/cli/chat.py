@@ -32,8 +32,14 @@ class Chat:
         sampling = self.sampling.given()
         if sampling.get("n", 1) != 1:
             raise RequestError(f"n must be 1 in a chat, got {sampling['n']}", "n")
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in sampling:
+                raise RequestError(f"{name} are not shown in a chat; use generate --json", name)
         beginning = [] if self.system is None else [{"role": "system", "content": text_argument(self.system)}]
-        llm = self.engine.load(self.model)
+        with self.engine.load(self.model) as llm:
+            return self._talk(llm, sampling, beginning)
+
+    def _talk(self, llm: LLM, sampling: dict[str, Any], beginning: list[dict[str, str]]) -> int:
         history, failed = list(beginning), False
         for line in _turns():
             if line == "/clear":

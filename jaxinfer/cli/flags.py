@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jaxinfer.cli.terminal import text_argument
+from jaxinfer.cli import debug
+from jaxinfer.cli.terminal import bias_argument, file_argument, text_argument
 from jaxinfer.config import EngineConfig
 from jaxinfer.core import SamplingParams
 from jaxinfer.server.launch import ServerConfig
@@ -42,7 +43,9 @@ class EngineFlags(EngineConfig):
             resolve(model)
         from jaxinfer.llm import LLM
 
-        return LLM(model, **options)
+        llm = LLM(model, **options)
+        debug.watch(llm.engine)
+        return llm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +101,42 @@ class SamplingFlags:
     ignore_eos: bool = False
     """Go on after the model's end-of-text token."""
     logprobs: int | None = None
-    """Report log-probabilities: of the chosen token and the k most likely ones."""
+    """Report log-probabilities: of the chosen token and the k most likely ones. Needs --json."""
+    prompt_logprobs: int | None = None
+    """Report log-probabilities of the prompt's own tokens, and of the k most likely ones. Needs --json."""
+    repetition_penalty: float | None = None
+    """Above 1, makes tokens of the prompt and the answer so far less likely; 1 is off."""
+    presence_penalty: float | None = None
+    """Subtracted once from the logit of every token that the answer holds so far."""
+    frequency_penalty: float | None = None
+    """Subtracted from the logit of a token for every time that the answer holds it so far."""
+    logit_bias: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID:BIAS")] = ()
+    """Added to the logit of a token, such as 504:-100; may be given several times."""
+    json_schema: Annotated[str | None, arg(metavar="JSON|@FILE")] = None
+    """The answer is JSON that this schema allows."""
+    regex: str | None = None
+    """The answer as a whole matches this pattern."""
+    choice: UseAppendAction[tuple[str, ...]] = ()
+    """The answer is this text, or that of another --choice."""
+    grammar: Annotated[str | None, arg(metavar="LARK|@FILE")] = None
+    """The answer follows this grammar, in Lark's notation."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
     def given(self) -> dict[str, Any]:
         """The fields that were given, to lay over the model's own (`LLM.sampling`).
 
-        Raises RequestError for a value out of range, before any model is loaded.
+        Raises RequestError for a value out of range, and OSError for a file that cannot be read, before any
+        model is loaded.
         """
         fields = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
-        given = {name: value for name, (value, left_out) in fields.items() if value != left_out}
+        given: dict[str, Any] = {n: value for n, (value, left_out) in fields.items() if value != left_out}
+        if "logit_bias" in given:
+            given["logit_bias"] = bias_argument(given["logit_bias"])
+        for name in {"json_schema", "grammar"} & given.keys():
+            given[name] = file_argument(given[name], name)
+        for name in {"regex", "choice"} & given.keys():
+            for text in [given[name]] if name == "regex" else given[name]:
+                text_argument(text)
         SamplingParams(**given)
         return given

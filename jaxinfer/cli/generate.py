@@ -34,8 +34,14 @@ class Generate:
         if not self.prompts:
             raise UsageError("generate needs at least one PROMPT")
         sampling = self.sampling.given()
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in sampling and not self.json:
+                raise UsageError(f"--{name.replace('_', '-')} needs --json")
         prompts = [token_id_argument(p) if self.token_ids else text_argument(p) for p in self.prompts]
-        llm = self.engine.load(self.model)
+        with self.engine.load(self.model) as llm:
+            return self._generate(llm, prompts, sampling)
+
+    def _generate(self, llm: LLM, prompts: list[str | list[int]], sampling: dict[str, Any]) -> int:
         if len(prompts) == 1 and sampling.get("n", 1) == 1 and not self.json:
             return self._stream(llm, llm.prepare(prompts[0], sampling))
         outputs = llm.generate(prompts, sampling)
@@ -63,9 +69,12 @@ class Generate:
 
 def output_json(output: RequestOutput) -> dict[str, Any]:
     """One prompt's result as `generate --json` prints it."""
+    known = output.prompt_logprobs
+    asked = {} if known is None else {"prompt_logprobs": [p and _logprobs_json(p) for p in known]}
     return {
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
+        **asked,
         "outputs": [
             {
                 "text": choice.text,

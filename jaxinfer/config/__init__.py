@@ -6,7 +6,16 @@
 from jaxinfer.config.engine import EngineConfig
 from jaxinfer.config.model import LayerConfig, ModelConfig
 from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
-from jaxinfer.config.steps import StepShape, shape_ladder
+from jaxinfer.config.steps import (
+    SampleShape,
+    StepShape,
+    invariant_ladder,
+    is_invariant,
+    most_emitting,
+    sample_ladder,
+    sample_overflow,
+    shape_ladder,
+)
 
 __all__ = [
     "DynamicRope",
@@ -16,7 +25,13 @@ __all__ = [
     "Llama3Rope",
     "ModelConfig",
     "Rope",
+    "SampleShape",
     "StepShape",
     "YarnRope",
+    "invariant_ladder",
+    "is_invariant",
+    "most_emitting",
+    "sample_ladder",
+    "sample_overflow",
     "shape_ladder",
 ]

@@ -43,13 +43,22 @@ class EngineConfig:
     """Where compiled programs are kept; None is $JAXINFER_CACHE/compile, "" keeps none."""
     warmup: Literal["full", "lazy"] = "lazy"
     """full compiles every program at start; lazy compiles each on its first use."""
+    strict_compiles: bool = False
+    """With warmup full: a program that is wanted and was not compiled at start is an error, not a wait."""
+    enable_prefix_caching: bool = True
+    """Keep the K/V of finished sequences as long as nobody needs their pages, for prompts that begin so."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who is served first: who came first, or who states the lower `priority`."""
+    async_scheduling: bool = True
+    """Plan the next step while the device runs this one."""
+    batch_invariant: bool = False
+    """Ids and logprobs that do not depend on the batch, the chunks and the cache, to the last bit, on one
+    type of device. Slower: every step runs in one shape (on CPU in a few), decodes as chunks."""
+    trace: str | None = None
+    """A file to which each step is written as it runs; None writes nothing."""
     # Not served yet: any other value than these is refused by name.
     quantization: None = None
     interpret_kernels: bool = False
-    enable_prefix_caching: bool = False
-    scheduling_policy: Literal["fcfs"] = "fcfs"
-    async_scheduling: bool = False
-    batch_invariant: bool = False
     speculative: None = None
     tensor_parallel_size: int = 1
 
@@ -75,6 +84,15 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization must lie in (0, 1], got {share!r}")
         if not isinstance(self.compile_cache_dir, (str, type(None))):
             raise ConfigError(f"compile_cache_dir must be a path as text, got {self.compile_cache_dir!r}")
+        if not isinstance(self.trace, (str, type(None))) or self.trace == "":
+            raise ConfigError(f"trace must be the path of a file, got {self.trace!r}")
+        for name in ("strict_compiles", "enable_prefix_caching", "async_scheduling", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.strict_compiles and self.warmup != "full":
+            raise ConfigError(
+                f"strict_compiles needs warmup 'full', got {self.warmup!r}: every program would be refused"
+            )
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
 
@@ -93,10 +111,6 @@ class EngineConfig:
 _NOT_SERVED: dict[str, Any] = {
     "quantization": None,
     "interpret_kernels": False,
-    "enable_prefix_caching": False,
-    "scheduling_policy": "fcfs",
-    "async_scheduling": False,
-    "batch_invariant": False,
     "speculative": None,
     "tensor_parallel_size": 1,
 }

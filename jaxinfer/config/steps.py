@@ -1,4 +1,4 @@
-"""The buckets: static shapes of the compiled step programs."""
+"""The buckets: static shapes of the compiled programs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """A bucket: the static shape of one compiled step program.
+    """A bucket of forward passes: the static shape of one compiled program.
 
     `tokens` T packed tokens, of which the first `decode_rows` are rows of one token; the rest hold at most
-    `chunk_rows` rows of more than one. Rows B = decode_rows + chunk_rows; each may emit.
+    `chunk_rows` rows of more than one, or, with `decode_rows` 0, of any count. Rows B = decode_rows +
+    chunk_rows. `uniform`: attention cuts chunks into query tiles of one size (see `invariant_ladder`).
     """
 
     tokens: int
     decode_rows: int
     chunk_rows: int
+    uniform: bool = False
 
     @property
     def rows(self) -> int:
@@ -30,7 +32,18 @@ class StepShape:
         return ones <= self.decode_rows and chunks <= self.chunk_rows and chunk_tokens <= self.chunk_tokens
 
     def __str__(self) -> str:
-        return f"T{self.tokens}/D{self.decode_rows}/C{self.chunk_rows}"
+        return f"T{self.tokens}/D{self.decode_rows}/C{self.chunk_rows}" + ("/uniform" if self.uniform else "")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SampleShape:
+    """A bucket of the sampler: `rows` B rows of logits with `changes` N changed logits between them."""
+
+    rows: int
+    changes: int
+
+    def __str__(self) -> str:
+        return f"B{self.rows}/N{self.changes}"
 
 
 def shape_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
@@ -52,6 +65,64 @@ def shape_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepSh
         for decode_rows in choices:
             shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows))
     return tuple(sorted(shapes))
+
+
+def invariant_ladder(
+    max_num_seqs: int, max_num_batched_tokens: int, *, rows_are_independent: bool = False
+) -> tuple[StepShape, ...]:
+    """The buckets of a run whose ids and logprobs do not depend on the batch, the chunks or the cache.
+
+    A product of 512 rows may add its terms in another order than one of 8, and so may each kernel that a
+    library picks by shape. With one shape every token goes through the same instructions in the same order,
+    wherever in the step it stands: one-token slices run as chunks, tiles of queries have one size, blocks of
+    keys begin at multiples of their size, and the sampler has one number of rows.
+
+    `rows_are_independent` says that the device's products add each row's terms in the same order however many
+    rows there are (XLA's on CPU do, from 2 rows on; tests/runtime/test_invariance.py). Then a few shapes,
+    otherwise alike, give the same bits, and a step of few tokens costs little: 8, 32, 128, ... tokens.
+    """
+    most_rows = min(max_num_seqs, max_num_batched_tokens)
+    tokens = {max_num_batched_tokens}
+    if rows_are_independent:
+        tokens.update(n for n in _powers(8, max_num_batched_tokens)[::2] if n >= 2)
+    return tuple(StepShape(n, 0, min(n, most_rows), uniform=True) for n in sorted(tokens))
+
+
+def is_invariant(ladder: tuple[StepShape, ...]) -> bool:
+    """Whether a ladder is an `invariant_ladder`: one-token slices then run as chunks."""
+    return all(shape.uniform for shape in ladder)
+
+
+def most_emitting(ladder: tuple[StepShape, ...]) -> int:
+    """R, the most slices of a step that emit: the max_num_seqs that the ladder was made for."""
+    return max(max(shape.decode_rows, shape.chunk_rows) for shape in ladder)
+
+
+CHANGES_A_ROW = (512, 8192)
+"""Changed logits a row that the sampler has buckets for: a page of text with penalties, and a long one."""
+
+
+def sample_ladder(ladder: tuple[StepShape, ...], vocab_size: int) -> tuple[SampleShape, ...]:
+    """The buckets of the sampler beside those of the forward pass, cheapest first.
+
+    1, 2, 4, ... rows without changes, and three numbers of rows with few changes and with many (32 rows:
+    6 + 6). Of invariant ladders only 8 rows and all, or all where there is one shape. More changes than all
+    of them hold are a bucket of their own, made when met (`sample_overflow`).
+    """
+    most_rows = most_emitting(ladder)
+    few = min(8, most_rows)
+    if is_invariant(ladder):
+        rows = with_changes = {most_rows} if len(ladder) == 1 else {few, most_rows}
+    else:
+        rows, with_changes = set(_powers(1, most_rows)), {1, few, most_rows}
+    shapes = {SampleShape(b, 0) for b in rows}
+    shapes |= {SampleShape(b, b * min(n, vocab_size)) for b in with_changes for n in CHANGES_A_ROW}
+    return tuple(sorted(shapes))
+
+
+def sample_overflow(most_rows: int, changes: int) -> SampleShape:
+    """The bucket for a step with more changes than any of the ladder holds."""
+    return SampleShape(most_rows, 1 << (changes - 1).bit_length())
 
 
 def _powers(low: int, high: int) -> list[int]:

@@ -151,6 +151,19 @@ def _run_layer(graph, state, x, k_pages, v_pages, step, *, decode_rows):
     return nnx.merge(graph, state)(x, k_pages, v_pages, step, decode_rows)
 
 
+class Output(nnx.Module):
+    """What follows the layers: the last norm and the output head, which is the embedding when tied. Its
+    parameters are the Llama's own, so that a program that only needs logits takes only them."""
+
+    def __init__(self, norm: RMSNorm, head: Linear | Embedding):
+        self.norm, self.head = norm, head
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """hidden [E, D] -> float32 [E, V], accumulated and kept in float32: bfloat16 would make ties."""
+        x, wide = self.norm(hidden), jnp.dtype(jnp.float32)
+        return self.head.logits(x, wide) if isinstance(self.head, Embedding) else self.head(x, wide)
+
+
 class Llama(nnx.Module):
     """A decoder of the Llama family (2302.13971). Layers are unrolled: each has its own weights and pages."""
 
@@ -190,10 +203,12 @@ class Llama(nnx.Module):
                 )
         return x, KVState(tuple(k_pages), tuple(v_pages))
 
+    def output(self) -> Output:
+        return Output(self.norm, self.embedding if self.head is None else self.head)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [E, D] -> float32 [E, V], accumulated and kept in float32: bfloat16 would make ties."""
-        x, wide = self.norm(hidden), jnp.dtype(jnp.float32)
-        return self.embedding.logits(x, wide) if self.head is None else self.head(x, wide)
+        """hidden [E, D] before the last norm -> float32 [E, V]."""
+        return self.output()(hidden)
 
 
 def abstract_model(config: ModelConfig, build: Build) -> tuple[nnx.GraphDef, nnx.State]:

@@ -28,10 +28,10 @@ _TAKEN = {  # key -> field of SamplingParams
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # key that is not served -> the values under which it does nothing
-    "repetition_penalty": (1,),
     "min_new_tokens": (0,),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
@@ -69,12 +69,6 @@ def default_sampling(generation_config: Mapping[str, Any], where: str) -> Sampli
     for key, neutral in _NEUTRAL.items():
         if key not in stated or stated[key] in neutral:
             continue
-        if key == "repetition_penalty":
-            value = _positive(where, key, stated[key])
-            if _serves(key):
-                _try(where, key, key, value)
-                fields[key] = value
-                continue
         left_out.append(f"{key} {stated[key]!r:.80}")
     if left_out:
         logger.warning("%s: not served, so left out of the default sampling: %s", where, ", ".join(left_out))
@@ -108,19 +102,3 @@ def _try(where: str, key: str, name: str, value: Any) -> None:
         SamplingParams(**{name: value})
     except RequestError as error:
         raise ConfigError(f"{where}: {str(error).replace(name, key, 1)}") from None
-
-
-def _positive(where: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ConfigError(f"{where}: {key} must be a positive number, got {value!r:.80}")
-    return value
-
-
-def _serves(name: str) -> bool:
-    """Whether this version's SamplingParams takes the field at all. (1.1 is in range wherever it is.)"""
-    fields: dict[str, Any] = {name: 1.1}
-    try:
-        SamplingParams(**fields)
-    except RequestError:
-        return False
-    return True

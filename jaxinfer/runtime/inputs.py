@@ -1,4 +1,4 @@
-"""The host's side of a step's data: a StepPlan becomes one padded int32 vector, and one transfer.
+"""The host's side of a forward pass: a StepPlan becomes one padded int32 vector, and one transfer.
 
 Everything a step reads is laid end to end in a single buffer (floats by their bits), because each
 host-to-device copy costs tens of microseconds however small it is. `Layout` says where each part lies, for
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,22 +17,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.config import StepShape
-from jaxinfer.core import MAX_HELD_BACK, Slice, StepPlan
+from jaxinfer.config import StepShape, is_invariant
+from jaxinfer.core import Slice, StepPlan
 from jaxinfer.model.kv import WriteSlots
-from jaxinfer.runtime.sample import SamplingInputs
-from pallas_kernels.batch import RaggedBatch, fill_tiles, tile_capacity
+from pallas_kernels.batch import TILE_SIZES, UNIFORM_TILE_SIZES, RaggedBatch, fill_tiles, tile_capacity
 
-_FLOATS = {"temperature", "top_p", "min_p"}
+_FLOATS = {"temperature", "top_p", "min_p", "factor", "addend"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each named array lies in the buffer of one bucket: name -> (offset, shape)."""
+    """Where each named array lies in a buffer: name -> (offset, shape)."""
 
-    shape: StepShape
     parts: dict[str, tuple[int, tuple[int, ...]]]
     size: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """The parts one after the other."""
+        parts, offset = {}, 0
+        for name, size in sizes.items():
+            parts[name] = (offset, size)
+            offset += math.prod(size)
+        return cls(parts, offset)
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Named windows into a host buffer; writing them writes it."""
@@ -42,7 +50,7 @@ class Layout:
         return named
 
     def split(self, buffer: jax.Array) -> dict[str, jax.Array]:
-        """The same, inside a traced step."""
+        """The same, inside a traced program."""
         named = {}
         for name, (offset, shape) in self.parts.items():
             part = buffer[offset : offset + math.prod(shape)]
@@ -52,30 +60,32 @@ class Layout:
         return named
 
 
+def tile_sizes(shape: StepShape) -> tuple[int, ...]:
+    return UNIFORM_TILE_SIZES if shape.uniform else TILE_SIZES
+
+
 @functools.cache
-def layout(shape: StepShape, table_width: int) -> Layout:
-    """The buffer of one bucket, with page tables of `table_width` (P) entries a row."""
+def layout(shape: StepShape, table_width: int, most_emitting: int) -> Layout:
+    """The buffer of one bucket, with page tables of `table_width` (P) entries a row and R = `most_emitting`
+    places of emitted tokens."""
     t, b = shape.tokens, shape.rows
-    large, small = tile_capacity(shape.chunk_tokens, shape.chunk_rows)
-    sizes = {
-        "tokens": (t,), "positions": (t,), "token_row": (t,), "page_ids": (t,), "offsets": (t,),
-        "page_table": (b, table_width), "kv_len": (b,), "emit": (b,), "num_prompt": (b,),
-        "large_tiles": (large, 3), "small_tiles": (small, 3), "num_tiles": (2,),
-        "temperature": (b,), "top_k": (b,), "top_p": (b,), "min_p": (b,), "top_logprobs": (b,),
-        "seed": (b, 2), "sample_position": (b,), "held_back": (b, MAX_HELD_BACK),
+    sizes = tile_sizes(shape)
+    capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows, sizes)
+    parts = {
+        "tokens": (t,), "source": (t,), "positions": (t,), "token_row": (t,), "page_ids": (t,),
+        "offsets": (t,), "page_table": (b, table_width), "kv_len": (b,), "num_prompt": (b,),
+        "emit": (most_emitting,), "num_tiles": (len(sizes),),
     }  # fmt: skip
-    parts, offset = {}, 0
-    for name, size in sizes.items():
-        parts[name] = (offset, size)
-        offset += math.prod(size)
-    return Layout(shape, parts, offset)
+    parts |= {f"tiles{size}": (room, 3) for size, room in zip(sizes, capacity, strict=True)}
+    return Layout.of(parts)
 
 
 def choose_shape(plan: StepPlan, ladder: tuple[StepShape, ...]) -> StepShape:
     """The cheapest bucket that holds the plan."""
-    ones = sum(s.count == 1 for s in plan.slices)
+    total = plan.num_tokens
+    ones = 0 if is_invariant(ladder) else sum(len(piece.tokens) == 1 for piece in plan.slices)
     chunks = len(plan.slices) - ones
-    chunk_tokens = plan.num_tokens - ones
+    chunk_tokens = total - ones
     for shape in ladder:
         if shape.holds(ones, chunks, chunk_tokens):
             return shape
@@ -90,111 +100,140 @@ def pack(
     page_size: int,
     num_pages: int,
     vocab_size: int,
+    most_emitting: int,
     window: int | None = None,
+    sampled_rows: Mapping[int, int] | None = None,
 ) -> tuple[np.ndarray, list[int]]:
-    """The buffer of a plan, and the row of each slice.
+    """The buffer of a plan, and the packed place of the first token of each slice.
 
     One-token slices take rows 0, 1, ... and the same packed places; chunks follow from place decode_rows
-    and row decode_rows on. Worked example, decode_rows 2, Z 4, one decode at position 6 and a chunk of
-    tokens 4..6 (see RaggedBatch):
+    and row decode_rows on. A bucket without decode rows runs one-token slices as chunks. Worked example,
+    decode_rows 2, Z 4, one decode at position 6 and a chunk of tokens 4..6 (see RaggedBatch):
 
-        tokens    [a 0 b c d]     page_ids [3 0 9 9 9]     emit (place of a row's last token)  [0 0 4 ...]
-        positions [6 0 4 5 6]     offsets  [2 0 0 1 2]     kv_len                              [7 0 7 ...]
+        tokens    [a 0 b c d]     page_ids [3 0 9 9 9]     emit (places of last tokens, by Draw)  [0 4]
+        positions [6 0 4 5 6]     offsets  [2 0 0 1 2]     kv_len                                 [7 0 7 ...]
 
-    `window` is what every layer keeps to (`Limits.window`): pages that a slice's first query is past may be
-    0. Each page that it sees or writes must be one of 1 .. num_pages - 1; raises AssertionError otherwise.
+    `sampled_rows` tells, by uid, which row of the step before sampled a sequence's token: a chained token
+    is `source` of that row instead of -1. `window` is what every layer keeps to (`Limits.window`): pages
+    that a slice's first query is past may be 0. Each page that it sees or writes must be one of
+    1 .. num_pages - 1; raises AssertionError otherwise.
     """
-    buffer = np.zeros(layout(shape, table_width).size, np.int32)
-    view = layout(shape, table_width).views(buffer)
-    view["token_row"][:] = -1
-    view["held_back"][:] = vocab_size  # an id that no column has
-    view["top_p"][:] = 1.0
-    rows: list[int] = []
+    parts = layout(shape, table_width, most_emitting)
+    buffer = np.zeros(parts.size, np.int32)
+    view = parts.views(buffer)
+    tokens, positions, source, table = view["tokens"], view["positions"], view["source"], view["page_table"]
+    token_row, kv_len, num_prompt, page_ids = (
+        view["token_row"], view["kv_len"], view["num_prompt"], view["page_ids"]
+    )  # fmt: skip
+    token_row.fill(-1)
+    source.fill(-1)
+    # The plain loop over Python numbers below runs for every decoding row of every step: arrays of one
+    # element would cost a microsecond for each line of it.
+    places: list[int] = []
+    emit: list[int] = []
+    behind: list[int] = [0] * shape.rows
+    held: list[int] = [0] * shape.rows
+    ones: list[Slice] = []
     chunks: list[tuple[int, int, int]] = []
-    one, row, place = 0, shape.decode_rows, shape.decode_rows
+    row, place = shape.decode_rows, shape.decode_rows
     for piece in plan.slices:
-        if piece.count == 1:
-            at, this_row = one, one
-            one += 1
+        count, start = len(piece.tokens), piece.start
+        end = start + count
+        if count == 1 and shape.decode_rows:
+            at = this_row = len(ones)
+            ones.append(piece)
         else:
             at, this_row = place, row
-            chunks.append((row, place, piece.count))
-            place += piece.count
+            chunks.append((row, place, count))
+            tokens[at : at + count] = piece.tokens
+            positions[at : at + count] = range(start, end)
+            token_row[at : at + count] = row
+            place += count
             row += 1
-        rows.append(this_row)
-        _fill_row(view, piece, this_row, at, page_size, num_pages, vocab_size, window)
-    capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows)
-    (view["large_tiles"][:], view["small_tiles"][:]), view["num_tiles"][:] = fill_tiles(chunks, capacity)
-    return buffer, rows
+        assert len(piece.pages) * page_size >= end, (
+            f"{len(piece.pages)} pages of {page_size} do not cover {end} tokens"
+        )
+        table[this_row, : len(piece.pages)] = piece.pages
+        held[this_row] = len(piece.pages)
+        if window is not None:
+            behind[this_row] = max(0, start - window + 1) // page_size
+        kv_len[this_row] = end
+        num_prompt[this_row] = piece.num_prompt
+        if piece.chained:
+            assert count == 1, f"a chained slice of {count} tokens: {piece}"
+            assert sampled_rows is not None, f"sequence {piece.uid}: no step before this one has sampled"
+            assert piece.uid in sampled_rows, f"sequence {piece.uid} was not sampled in the step before"
+            source[at] = sampled_rows[piece.uid]
+        if piece.emit:
+            emit.append(at + count - 1)
+        places.append(at)
+    if ones:
+        count = len(ones)
+        tokens[:count] = [piece.tokens[0] for piece in ones]
+        positions[:count] = [piece.start for piece in ones]
+        token_row[:count] = range(count)
+    assert len(emit) <= most_emitting, f"{len(emit)} slices emit, at most {most_emitting} can"
+    view["emit"][: len(emit)] = emit
+    _check(plan, tokens, table, behind, held, num_pages, vocab_size, page_size, window)
+    # Padding tokens are of row -1: they are written into page 0, at offset 0.
+    real = token_row >= 0
+    page_ids[:] = np.where(real, table[token_row, positions // page_size], 0)
+    view["offsets"][:] = positions % page_size
+    sizes = tile_sizes(shape)
+    if chunks:
+        capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows, sizes)
+        tiles, view["num_tiles"][:] = fill_tiles(chunks, capacity, sizes)
+        for size, filled in zip(sizes, tiles, strict=True):
+            view[f"tiles{size}"][:] = filled
+    return buffer, places
 
 
-def _fill_row(
-    view: dict[str, np.ndarray],
-    piece: Slice,
-    row: int,
-    at: int,
-    page_size: int,
+def _check(
+    plan: StepPlan,
+    tokens: np.ndarray,
+    table: np.ndarray,
+    behind: list[int],
+    held: list[int],
     num_pages: int,
     vocab_size: int,
+    page_size: int,
     window: int | None,
 ) -> None:
-    end = piece.start + piece.count
-    pages = np.asarray(piece.pages, np.int32)
-    # The device clamps a wrong index silently and reads another request's page: refuse it here.
-    assert len(pages) * page_size >= end, f"{len(pages)} pages of {page_size} do not cover {end} tokens"
-    behind = 0 if window is None else max(0, piece.start - window + 1) // page_size
-    used = pages[behind:]
-    assert 0 < used.min() <= used.max() < num_pages, (
-        f"page ids {piece.pages[behind:]} leave 1..{num_pages - 1}"
-    )
-    # What lies behind every window may still be gathered and masked: given back (0) or not, within the pool.
-    assert 0 <= pages.min() <= pages.max() < num_pages, f"page ids {piece.pages} leave 0..{num_pages - 1}"
-    tokens = view["tokens"][at : at + piece.count]
-    tokens[:] = piece.tokens
+    """Raise AssertionError for an index that the device would bend: it clamps a wrong one silently, and reads
+    another request's page."""
     assert 0 <= tokens.min() <= tokens.max() < vocab_size, f"token ids leave 0..{vocab_size - 1}"
-    positions = np.arange(piece.start, end, dtype=np.int32)
-    view["positions"][at : at + piece.count] = positions
-    view["token_row"][at : at + piece.count] = row
-    view["page_ids"][at : at + piece.count] = pages[positions // page_size]
-    view["offsets"][at : at + piece.count] = positions % page_size
-    view["page_table"][row, : len(pages)] = pages
-    view["kv_len"][row] = end
-    view["emit"][row] = at + piece.count - 1
-    view["num_prompt"][row] = piece.num_prompt
-    if not piece.emit:
+    column = np.arange(table.shape[1], dtype=np.int32)
+    used = (column >= np.asarray(behind)[:, None]) & (column < np.asarray(held)[:, None])
+    # What lies behind every window may still be gathered and masked: given back (0) or not, within the pool.
+    wrong = (table < used) | (table >= num_pages)
+    if not wrong.any():
         return
-    sampling = piece.sampling
-    view["temperature"][row] = 0.0 if sampling.greedy else sampling.temperature
-    view["top_k"][row] = min(max(sampling.top_k, 0), vocab_size)
-    view["top_p"][row] = sampling.top_p
-    view["min_p"][row] = sampling.min_p
-    view["top_logprobs"][row] = sampling.logprobs or 0
-    view["seed"][row] = np.asarray([piece.seed >> 32, piece.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    view["sample_position"][row] = end
-    held = piece.held_back
-    view["held_back"][row, : len(held)] = held
+    for piece in plan.slices:
+        first = 0 if window is None else max(0, piece.start - window + 1) // page_size
+        seen = piece.pages[first:]
+        assert 0 < min(seen) <= max(seen) < num_pages, f"page ids {seen} leave 1..{num_pages - 1}"
+        assert 0 <= min(piece.pages) <= max(piece.pages) < num_pages, (
+            f"page ids {piece.pages} leave 0..{num_pages - 1}"
+        )
+    raise AssertionError(f"page ids of {plan} leave 0..{num_pages - 1}")
 
 
 class StepInputs(NamedTuple):
-    """A split buffer as the step's own types. tokens [T]; num_prompt, emit [B]; all int32."""
+    """A split buffer as the step's own types. tokens, source [T]; num_prompt [B]; emit [R]; all int32."""
 
     tokens: jax.Array
+    source: jax.Array
     batch: RaggedBatch
     slots: WriteSlots
     num_prompt: jax.Array
     emit: jax.Array
-    sampling: SamplingInputs
 
 
-def unpack(named: dict[str, Any]) -> StepInputs:
+def unpack(named: dict[str, Any], shape: StepShape) -> StepInputs:
     """Group the parts that `Layout.split` gives."""
     batch = RaggedBatch(
         named["token_row"], named["positions"], named["page_table"], named["kv_len"],
-        (named["large_tiles"], named["small_tiles"]), named["num_tiles"],
-    )  # fmt: skip
-    sampling = SamplingInputs(
-        named["temperature"], named["top_k"], named["top_p"], named["min_p"], named["top_logprobs"],
-        named["seed"], named["sample_position"], named["held_back"],
+        tuple(named[f"tiles{size}"] for size in tile_sizes(shape)), named["num_tiles"],
     )  # fmt: skip
     slots = WriteSlots(named["page_ids"], named["offsets"])
-    return StepInputs(named["tokens"], batch, slots, named["num_prompt"], named["emit"], sampling)
+    return StepInputs(named["tokens"], named["source"], batch, slots, named["num_prompt"], named["emit"])

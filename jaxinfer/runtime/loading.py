@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoints
 import pallas_kernels
-from jaxinfer.config import EngineConfig, ModelConfig, shape_ladder
+from jaxinfer.config import EngineConfig, ModelConfig, invariant_ladder, shape_ladder
 from jaxinfer.core import ConfigError, Limits, SamplingParams
 from jaxinfer.model import weights
 from jaxinfer.model.llama import Build
@@ -92,10 +92,14 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     )  # fmt: skip
     num_pages = _num_pages(config, model_config, limits, kv_dtype, platform)
     limits = replace(limits, num_pages=num_pages)
+    sizes = config.max_num_seqs, config.max_num_batched_tokens
     runner = JaxRunner(
-        model_config, graph, state, shape_ladder(config.max_num_seqs, config.max_num_batched_tokens),
+        model_config, graph, state,
+        invariant_ladder(*sizes, rows_are_independent=platform == "cpu")
+        if config.batch_invariant else shape_ladder(*sizes),
         num_pages=num_pages, page_size=config.page_size, max_model_len=max_model_len,
         kv_dtype=kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
+        strict=config.strict_compiles,
     )  # fmt: skip
     if config.warmup == "full":
         runner.warm_up()

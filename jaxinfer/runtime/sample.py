@@ -1,7 +1,7 @@
-"""Choosing the next token of every row, on the device, inside the step.
+"""Choosing the next token of every row, on the device, and reporting how likely tokens are.
 
 One program serves every mix of parameters: what a row does not use is data, not shape, and the costly
-parts (noise, filters, alternatives) run only in a step where some row asks for them (`lax.cond`).
+parts (noise, filters, alternatives, masks) run only in a step where some row asks for them (`lax.cond`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxinfer.core import MAX_LOGPROBS
 
 class SamplingInputs(NamedTuple):
     """Per row (B): temperature, top_p, min_p float32 [B]; top_k, top_logprobs, sample_position int32 [B];
-    seed int32 [B, 2] (high and low word); held_back int32 [B, 32], ids never to choose, V for none.
+    seed int32 [B, 2] (high and low word).
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. Padding rows are greedy.
     """
@@ -29,7 +29,27 @@ class SamplingInputs(NamedTuple):
     top_logprobs: jax.Array
     seed: jax.Array
     sample_position: jax.Array
-    held_back: jax.Array
+
+
+class Changes(NamedTuple):
+    """Changes to single logits, N of them: row, id int32 [N]; factor, addend float32 [N].
+
+    logit' = (logit / factor if logit > 0 else logit * factor) + addend. No (row, id) comes twice; an entry
+    whose row is B or more, or whose id cannot be sampled, changes nothing.
+    """
+
+    row: jax.Array
+    id: jax.Array
+    factor: jax.Array
+    addend: jax.Array
+
+
+class Mask(NamedTuple):
+    """Which ids may be chosen: bit i % 32 of words[row, i // 32], int32 [B, ceil(V / 32)]. `used` int32 []
+    is 0 when the words of this step mean nothing: every id may be."""
+
+    used: jax.Array
+    words: jax.Array
 
 
 class SamplingOutputs(NamedTuple):
@@ -42,30 +62,48 @@ class SamplingOutputs(NamedTuple):
     top_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, inputs: SamplingInputs, sampled_vocab: int | None = None) -> SamplingOutputs:
+def sample(
+    logits: jax.Array,
+    inputs: SamplingInputs,
+    changes: Changes | None = None,
+    mask: Mask | None = None,
+    sampled_vocab: int | None = None,
+) -> SamplingOutputs:
     """Choose a token of each row of `logits` float32 [B, V], and report on it.
 
     Only ids below `sampled_vocab` (static; None: V) are chosen: the output matrices of many models have rows
     that pad it to a round number and stand for no token. logprob, rank and the alternatives are of the raw
-    distribution, over all V columns, before held-back ids, temperature and filters; so an alternative may be
-    a padding row. A row whose logits are not finite gives a non-finite logprob.
+    distribution, over all V columns, before changes, mask, temperature and filters; so an alternative may be
+    a padding row. A row whose logits are not finite gives a non-finite logprob. A row that changes and mask
+    leave no id at all gives token 0 with rank 0 and logprob -inf.
     """
-    candidates = logits[:, :sampled_vocab]
-    allowed = lax.cond(
-        jnp.any(inputs.held_back < candidates.shape[1]),
-        lambda: _without(candidates, inputs.held_back),
-        lambda: candidates,
-    )
+    allowed = logits[:, :sampled_vocab]
+    if changes is not None:
+        allowed = _changed(allowed, changes)
+    if mask is not None:
+        open_to_all = allowed
+        allowed = lax.cond(mask.used > 0, lambda: _masked(open_to_all, mask.words), lambda: open_to_all)
     greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    none_left = jnp.isneginf(jnp.take_along_axis(allowed, greedy[:, None], axis=1, mode="clip")[:, 0])
     drawing = inputs.temperature > 0
     token = lax.cond(
         jnp.any(drawing), lambda: jnp.where(drawing, _draw(allowed, inputs), greedy), lambda: greedy
     )
+    token = jnp.where(none_left, 0, token)
+    out = report(logits, token, jnp.any(inputs.top_logprobs > 0))
+    return out._replace(
+        logprob=jnp.where(none_left, -jnp.inf, out.logprob), rank=jnp.where(none_left, 0, out.rank)
+    )
+
+
+def report(logits: jax.Array, token: jax.Array, with_top: jax.Array) -> SamplingOutputs:
+    """How likely `token` int32 [B] is under `logits` float32 [B, V]; and with `with_top`, which are most.
+
+    A rank is 1 + the number of likelier tokens: equal ones share the best they could have.
+    """
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1, mode="clip")  # [B, 1]
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top_ids, top_logprobs = lax.cond(
-        jnp.any(inputs.top_logprobs > 0), lambda: _top(logits, normalizer), lambda: _no_top(logits)
-    )
+    top_ids, top_logprobs = lax.cond(with_top, lambda: _top(logits, normalizer), lambda: _no_top(logits))
     return SamplingOutputs(
         token=token,
         logprob=(chosen - normalizer)[:, 0],
@@ -75,9 +113,18 @@ def sample(logits: jax.Array, inputs: SamplingInputs, sampled_vocab: int | None 
     )
 
 
-def _without(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """`logits` with the columns `ids` int32 [B, n] of each row at -inf; ids past the columns are nobody's."""
-    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
+def _changed(logits: jax.Array, changes: Changes) -> jax.Array:
+    """Gather, change, scatter: the rest of [B, V] is only copied."""
+    where = (changes.row, changes.id)
+    before = logits.at[where].get(mode="fill", fill_value=0.0)
+    after = jnp.where(before > 0, before / changes.factor, before * changes.factor) + changes.addend
+    return logits.at[where].set(after, mode="drop", unique_indices=True)
+
+
+def _masked(logits: jax.Array, words: jax.Array) -> jax.Array:
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1  # [B, ceil(V / 32), 32]
+    bits = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(bits > 0, logits, -jnp.inf)
 
 
 def _top(logits: jax.Array, normalizer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -96,7 +143,7 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """Gumbel-max over the filtered logits; int32 [B]. A row's noise depends on its seed and position alone,
     so neither the batch nor the path that led here (chunks, preemption, restart) changes it."""
     temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)
-    # Under a huge temperature the reciprocal is flushed to 0, and -inf * 0 would make a held-back id NaN.
+    # Under a huge temperature the reciprocal is flushed to 0, and -inf * 0 would make what was taken out NaN.
     scaled = jnp.where(jnp.isneginf(logits), -jnp.inf, logits / temperature[:, None])
     filtering = jnp.any((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
     scaled = lax.cond(filtering, lambda: _filter(scaled, inputs), lambda: scaled)

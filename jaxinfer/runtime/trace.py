@@ -48,18 +48,21 @@ def release_freed_memory() -> None:
             trim(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProgramRecord:
     """One line of the compile manifest. Bytes are XLA's own plan for the program (memory_analysis).
 
-    `aliased_bytes` is what it updates in place; the whole KV pool, or something is copied.
+    kind: forward, sample, score or copy. `aliased_bytes` is what it updates in place; for forward and copy
+    the whole KV pool, or something is copied.
     """
 
-    shape: str
+    kind: str
+    bucket: str
     reason: str
     compile_s: float
     temp_bytes: int
     aliased_bytes: int
+    calls: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

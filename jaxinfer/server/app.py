@@ -97,7 +97,7 @@ class _Handlers:
         self.worker.check_room(len(prompts) * sampling.get("n", 1))  # before any time goes into tokenising
 
         def prepare() -> list[Request]:
-            return [self.llm.prepare(prompt, sampling) for prompt in prompts]
+            return [self.llm.prepare(prompt, sampling, **body.options()) for prompt in prompts]
 
         return await self._answer(http, body, prepare, CompletionAnswer)
 
@@ -108,7 +108,7 @@ class _Handlers:
         self.worker.check_room(sampling.get("n", 1))
 
         def prepare() -> list[Request]:
-            return [self.llm.prepare_chat(messages, sampling, **options)]
+            return [self.llm.prepare_chat(messages, sampling, **body.options(), **options)]
 
         return await self._answer(http, body, prepare, ChatAnswer)
 
@@ -195,7 +195,11 @@ class _Handlers:
         kind: type[Answer],
     ) -> Response:
         # Tokenising a long prompt takes a while and lets go of the GIL: other streams must not wait for it.
-        requests = await run_in_threadpool(prepare)
+        # So does a schema, and one that is no schema ends here: never on the engine's thread.
+        try:
+            requests = await run_in_threadpool(prepare)
+        except RequestError as error:
+            raise body.renamed(error) from None
         answer = kind(
             requests, self.model_name, token_bytes=self._token_bytes, include_usage=body.include_usage
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -59,8 +60,7 @@ def serve(load: Callable[[], LLM], config: ServerConfig) -> None:
     ConfigError when it cannot be taken, and SystemExit(0) for SIGTERM before the server runs.
     """
     listener = _bind(config.host, config.port)
-    with listener, _exit_on_sigterm():
-        llm = load()
+    with listener, _exit_on_sigterm(), load() as llm:
         _run(llm, config, listener)
 
 
@@ -93,7 +93,7 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         max_body_bytes=config.max_body_bytes,
     )
     settings = uvicorn.Config(
-        app, log_config=_LOGGING, timeout_graceful_shutdown=config.drain_seconds + 10, server_header=False
+        app, log_config=_logging(), timeout_graceful_shutdown=config.drain_seconds + 10, server_header=False
     )
     Server(settings).run(sockets=[listener])
 
@@ -134,6 +134,12 @@ def _exit_on_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _logging() -> dict[str, Any]:
+    """What uvicorn sets up, with as much of ours as was wanted before (JAXINFER_DEBUG)."""
+    level = min(logging.INFO, logging.getLogger("jaxinfer").level or logging.INFO)
+    return {**_LOGGING, "loggers": {**_LOGGING["loggers"], "jaxinfer": {**_OURS, "level": level}}}
+
+
 # uvicorn's own configuration writes access lines to stdout, which belongs to results.
 _LOGGING: dict[str, Any] = {
     "version": 1,
@@ -145,6 +151,6 @@ _LOGGING: dict[str, Any] = {
     "loggers": {
         "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
         "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
-        "jaxinfer": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
     },
 }
+_OURS = {"handlers": ["stderr"], "propagate": False}

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from jaxinfer.core import MAX_LOGPROBS, RequestError, SamplingParams
+from jaxinfer.core import MAX_LOGPROBS, STRUCTURES, RequestError, SamplingParams
+from jaxinfer.server.structures import ResponseFormat, Strict, StructuredOutputs
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     # parameter -> the values, besides null, that ask for nothing
@@ -22,12 +23,10 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -35,23 +34,17 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # says nothing as long as tools are refused
     "prediction": (),
-    "presence_penalty": (0,),
-    "priority": (0,),
-    "prompt_logprobs": (),
+    "prompt_logprobs": (),  # of a chat; a completion has them
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -63,13 +56,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 _LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
 
 
-class _Strict(BaseModel):
-    """JSON types are taken as they are ("5" is no number, true is no 1) and unknown keys are refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """`include_usage` asks for one more chunk, the last, that holds the usage of the whole answer."""
 
     include_usage: bool | None = None
@@ -103,14 +90,14 @@ _PROMPT_SHAPES: list[dict[str, Any]] = [
 Prompt = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema({"anyOf": _PROMPT_SHAPES})]
 
 
-class ContentPart(_Strict):
+class ContentPart(Strict):
     """One part of a message; only text is understood."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -131,7 +118,7 @@ class Message(_Strict):
         return message if self.name is None else {**message, "name": self.name}
 
 
-class _Conversation(_Strict):
+class _Conversation(Strict):
     """The messages of a chat, and where the answer starts."""
 
     add_generation_prompt: bool | None = None
@@ -162,7 +149,7 @@ class _Conversation(_Strict):
 # -------------------------------------------------------------------------------------------- bodies
 
 
-class _Sampled(_Strict):
+class _Sampled(Strict):
     """What the two generating endpoints share. Ranges are checked by SamplingParams."""
 
     model: str | None = None
@@ -181,22 +168,55 @@ class _Sampled(_Strict):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _fields(self, *, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """What the body gives besides sampling, as keywords of `LLM.prepare`."""
+        options = {"priority": self.priority, "cache_salt": self.cache_salt}
+        return {name: value for name, value in options.items() if value is not None}
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """The error with its parameter called what it is called in the body."""
+        if error.param not in STRUCTURES:
+            return error
+        name = "json" if error.param == "json_schema" else error.param
+        param = "response_format" if self.structured_outputs is None else f"structured_outputs.{name}"
+        return RequestError(str(error), param)
+
+    def _fields(self, *, max_tokens: int | None, logprobs: int | None, **others: Any) -> dict[str, Any]:
         names = (
             "n", "seed", "stop", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids",
-            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "repetition_penalty",
+            "presence_penalty", "frequency_penalty", "logit_bias",
         )  # fmt: skip
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
-        fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        fields |= {"max_tokens": max_tokens, "logprobs": logprobs, **others}
+        structure = {} if self.response_format is None else self.response_format.sampling()
+        if self.structured_outputs is not None:
+            if structure:
+                raise RequestError(
+                    "response_format and structured_outputs exclude each other", "structured_outputs"
+                )
+            structure = self.structured_outputs.sampling()
+        fields |= structure
         given = {name: value for name, value in fields.items() if value is not None}
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", "stream_options")
-        SamplingParams(**given)
+        try:
+            SamplingParams(**given)
+        except RequestError as error:
+            raise self.renamed(error) from None
         return given
 
 
@@ -205,6 +225,7 @@ class CompletionBody(_Sampled):
 
     prompt: Prompt
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     best_of: int | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -223,7 +244,11 @@ class CompletionBody(_Sampled):
             raise RequestError(
                 f"best_of {self.best_of} is not served: every one of the n answers is returned", "best_of"
             )
-        return self._fields(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs are not available when stream is true", "prompt_logprobs")
+        return self._fields(
+            max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs
+        )
 
 
 class ChatBody(_Sampled, _Conversation):
@@ -262,7 +287,7 @@ class TokenizeBody(_Conversation):
     messages: list[Message] | None = None
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     """The body of POST /detokenize (vLLM's)."""
 
     model: str | None = None

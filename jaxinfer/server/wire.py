@@ -134,6 +134,7 @@ class Answer(ABC):
         self.with_logprobs = requests[0].sampling.logprobs is not None
         self._first = {request.request_id: p * n for p, request in enumerate(requests)}
         self._cached = dict.fromkeys(self._first, 0)
+        self._prompt_logprobs: dict[int, Sequence[dict[int, Logprob] | None]] = {}  # by first choice
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def take(self, event: TokenEvent) -> None:
@@ -151,7 +152,10 @@ class Answer(ABC):
             )
         if event.metrics is not None and event.index == 0:
             self._cached[event.request_id] = event.metrics.cached_tokens
-        choice = self.choices[self._first[event.request_id] + event.index]
+        first = self._first[event.request_id]
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs[first] = event.prompt_logprobs
+        choice = self.choices[first + event.index]
         choice.num_tokens += len(event.token_ids)
         choice.finish_reason = event.finish_reason
         return choice
@@ -211,7 +215,16 @@ class CompletionAnswer(Answer):
             "text": "".join(choice.text),
             "logprobs": self._logprobs(choice, choice.token_ids, choice.logprobs),
             "finish_reason": choice.finish_reason,
+            **self._of_prompt(choice),
         }
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """vLLM's extra, where it was asked for: with every choice, how likely its prompt's tokens were."""
+        sampling = self.requests[0].sampling
+        if sampling.prompt_logprobs is None:
+            return {}
+        known = self._prompt_logprobs[choice.index - choice.index % sampling.n]
+        return {"prompt_logprobs": [entries and _vllm_entries(entries) for entries in known]}
 
     def _pieces(self, choice: Choice, event: TokenEvent) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs(choice, event.token_ids, event.logprobs or ())
@@ -290,6 +303,13 @@ class ChatAnswer(Answer):
     def _entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
         data = self.token_bytes(token_id, entry.text)
         return {"token": entry.text, "logprob": entry.logprob, "bytes": list(data)}
+
+
+def _vllm_entries(known: dict[int, Logprob]) -> dict[str, Any]:
+    return {
+        str(token_id): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.text}
+        for token_id, entry in known.items()
+    }
 
 
 def _token_name(text: str, data: bytes) -> str:

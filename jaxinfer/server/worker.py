@@ -161,6 +161,7 @@ def merge_events(events: Sequence[TokenEvent]) -> TokenEvent:
         stop_reason=last.stop_reason,
         error=last.error,
         metrics=last.metrics,
+        prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
     )
 
 

@@ -20,6 +20,7 @@ from jaxinfer.text.gguf_tokenizer import adds_bos_and_eos, build_from_gguf
 from jaxinfer.text.pieces import (
     ByteDecoder,
     ByteLevel,
+    DecodeRule,
     PieceDecoder,
     byte_level_bytes,
     fallback_byte,
@@ -190,6 +191,11 @@ class Tokenizer:
             result = token.encode("utf-8")
         self._bytes[token_id] = result
         return result
+
+    @property
+    def decode_rule(self) -> DecodeRule:
+        """How tokens become text: bytes one after the other, or SentencePiece's pieces."""
+        return self._decode_rule
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text for display; bytes that are not UTF-8 on their own are U+FFFD."""

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import write_kv
-from pallas_kernels.batch import TILE_SIZES, cut_tiles, fill_tiles, tile_capacity
+from pallas_kernels import copy_pages, write_kv
+from pallas_kernels.batch import TILE_SIZES, UNIFORM_TILE_SIZES, cut_tiles, fill_tiles, tile_capacity
 
 LARGE, SMALL = TILE_SIZES
 
@@ -51,6 +51,37 @@ def test_values_are_cast_to_the_pages() -> None:
     assert float(got[1, 0, 0, 0]) == 1.0
 
 
+# -------------------------------------------------------------------------------------------------- copies
+
+
+def copied(pages: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
+    sources, targets = (jnp.asarray(column, jnp.int32) for column in zip(*pairs, strict=True))
+    return np.asarray(jax.jit(copy_pages)(jnp.asarray(pages), sources, targets))
+
+
+def test_copies_are_all_read_before_any_is_written() -> None:
+    """The worked example, a swap, and a chain against its direction."""
+    pages = np.arange(5, dtype=np.float32).reshape(5, 1, 1, 1)
+    assert copied(pages, [(1, 2), (2, 3), (0, 0)]).ravel().tolist() == [0, 1, 1, 2, 4]
+    assert copied(pages, [(1, 2), (2, 1)]).ravel().tolist() == [0, 2, 1, 3, 4]
+    assert copied(pages, [(1, 2), (1, 3), (1, 4)]).ravel().tolist() == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_are_those_of_numpy(seed: int, dtype: str) -> None:
+    """Bits, NaN included; whatever is no target stays."""
+    generator = np.random.default_rng(seed)
+    pages = np.array(jnp.asarray(generator.standard_normal((12, 2, 4, 3)), dtype))
+    pages[generator.integers(1, 12)] = np.nan
+    sources = generator.integers(1, 12, 6)
+    targets = generator.permutation(np.arange(1, 12))[:6]
+    expected = pages.copy()
+    expected[targets] = pages[sources]
+    pairs = [*zip(sources.tolist(), targets.tolist(), strict=True), (0, 0), (0, 0)]
+    np.testing.assert_array_equal(copied(pages, pairs).view(np.uint8), expected.view(np.uint8))
+
+
 # --------------------------------------------------------------------------------------------------- tiles
 
 chunks = st.lists(st.integers(2, 700), max_size=8)
@@ -68,6 +99,10 @@ def test_cut_examples() -> None:
     assert cut_tiles([(4, 8, 2)]) == [[], [(4, 8, 2)]]
     assert cut_tiles([]) == [[], []]
     assert tile_capacity(512, 4) == (2, 20)
+    assert cut_tiles([(0, 0, 65), (1, 65, 1)], UNIFORM_TILE_SIZES) == [
+        [(0, 0, 32), (0, 32, 32), (0, 64, 1), (1, 65, 1)]
+    ]
+    assert tile_capacity(512, 4, UNIFORM_TILE_SIZES) == (20,)
 
 
 @given(chunks)
@@ -102,3 +137,15 @@ def test_capacity_holds_whatever_fits_the_bucket(counts: list[int], spare: int, 
 def test_too_many_tiles_are_refused() -> None:
     with pytest.raises(AssertionError, match="3 tiles for 2 places"):
         fill_tiles([(0, 0, 2), (1, 2, 2), (2, 4, 2)], (1, 2))
+
+
+@given(st.lists(st.integers(1, 700), max_size=8), st.integers(0, 300), st.integers(0, 3))
+def test_tiles_of_one_size(counts: list[int], spare: int, rows: int) -> None:
+    """Every token once, in small tiles that start at multiples of their size from the chunk's first token."""
+    capacity = tile_capacity(sum(counts) + spare, len(counts) + rows, UNIFORM_TILE_SIZES)
+    (tiles,), num_tiles = fill_tiles(laid_out(counts), capacity, UNIFORM_TILE_SIZES)
+    real = tiles[: num_tiles[0]].tolist()
+    covered = [(row, token) for row, start, n in real for token in range(start, start + n)]
+    expected = [(row, token) for row, start, n in laid_out(counts) for token in range(start, start + n)]
+    assert sorted(covered) == sorted(expected)
+    assert all(n <= SMALL for _, _, n in real)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.config import DynamicRope, LinearRope, Llama3Rope, ModelConfig, Rope, StepShape, YarnRope
-from jaxinfer.core import Limits, SamplingParams, Slice, StepPlan
+from jaxinfer.core import Limits, Slice, StepPlan
 from jaxinfer.model.kv import WriteSlots, create_kv
 from jaxinfer.runtime import inputs
 from pallas_kernels import RaggedBatch
@@ -152,7 +152,7 @@ def paged_logits(
 
     @functools.partial(jax.jit, static_argnames="shape")
     def run(state, kv, buffer, *, shape):
-        parts = inputs.unpack(inputs.layout(shape, -(-total // size)).split(buffer))
+        parts = inputs.unpack(inputs.layout(shape, -(-total // size), 1).split(buffer), shape)
         hidden, kv = nnx.merge(graph, state)(
             parts.tokens, kv, parts.batch, parts.slots, parts.num_prompt, decode_rows=shape.decode_rows
         )
@@ -167,12 +167,12 @@ def paged_logits(
             pages.append(free.pop())
         piece = Slice(
             uid=0, start=start, tokens=tuple(tokens[start : start + count]), pages=tuple(pages), emit=True,
-            sampling=SamplingParams(), seed=0, num_prompt=total,
+            num_prompt=total,
         )  # fmt: skip
         shape = StepShape(1, 1, 0) if count == 1 else StepShape(max(counts), 0, 1)
         buffer, _ = inputs.pack(
             StepPlan(0, (piece,)), shape, table_width=-(-total // size), page_size=size,
-            num_pages=num_pages, vocab_size=config.vocab_size, window=config.window,
+            num_pages=num_pages, vocab_size=config.vocab_size, most_emitting=1, window=config.window,
         )  # fmt: skip
         got, kv = run(state, kv, jnp.asarray(buffer), shape=shape)
         logits.append(np.asarray(got)[:count])

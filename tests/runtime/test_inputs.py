@@ -10,23 +10,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.config import EngineConfig, StepShape, shape_ladder
-from jaxinfer.core import MAX_HELD_BACK, SamplingParams, Slice, StepPlan
+from jaxinfer.config import (
+    EngineConfig,
+    StepShape,
+    invariant_ladder,
+    most_emitting,
+    sample_ladder,
+    shape_ladder,
+)
+from jaxinfer.core import Slice, StepPlan
 from jaxinfer.runtime import inputs
 
-SIZES = {"table_width": 3, "page_size": 4, "num_pages": 10, "vocab_size": 300}
+SIZES: dict[str, Any] = {
+    "table_width": 3, "page_size": 4, "num_pages": 10, "vocab_size": 300, "most_emitting": 4
+}  # fmt: skip
 
 
 def piece(start: int, tokens: tuple[int, ...], pages: tuple[int, ...], **changes: Any) -> Slice:
-    sampling = changes.pop("sampling", SamplingParams())
-    fields = {"uid": 0, "emit": True, "seed": 0, **changes}
-    return Slice(start=start, tokens=tokens, pages=pages, sampling=sampling, **fields)
+    return Slice(start=start, tokens=tokens, pages=pages, **{"uid": 0, "emit": True, **changes})
 
 
-def packed(shape: StepShape, *pieces: Slice) -> dict[str, np.ndarray]:
-    buffer, _ = inputs.pack(StepPlan(0, pieces), shape, **SIZES)
+def packed(shape: StepShape, *pieces: Slice, **changes: Any) -> dict[str, np.ndarray]:
+    sizes = {**SIZES, **changes}
+    buffer, _ = inputs.pack(StepPlan(0, pieces), shape, **sizes)
     assert buffer.dtype == np.int32
-    return inputs.layout(shape, SIZES["table_width"]).views(buffer)
+    return inputs.layout(shape, sizes["table_width"], sizes["most_emitting"]).views(buffer)
 
 
 # ---------------------------------------------------------------------------------------------------- pack
@@ -36,9 +44,9 @@ def test_the_worked_example() -> None:
     """One decode at position 6 of pages 7, 3 and a chunk at 4..6 of pages 5, 9; two decode rows, Z 4."""
     plan = StepPlan(0, (piece(6, (11,), (7, 3)), piece(4, (21, 22, 23), (5, 9), emit=False)))
     shape = StepShape(tokens=5, decode_rows=2, chunk_rows=2)
-    buffer, rows = inputs.pack(plan, shape, **SIZES)
-    view = inputs.layout(shape, 3).views(buffer)
-    assert rows == [0, 2]
+    buffer, places = inputs.pack(plan, shape, **SIZES)
+    view = inputs.layout(shape, 3, 4).views(buffer)
+    assert places == [0, 2]
     assert view["tokens"].tolist() == [11, 0, 21, 22, 23]
     assert view["positions"].tolist() == [6, 0, 4, 5, 6]
     assert view["token_row"].tolist() == [0, -1, 2, 2, 2]
@@ -46,48 +54,51 @@ def test_the_worked_example() -> None:
     assert view["offsets"].tolist() == [2, 0, 0, 1, 2]
     assert view["page_table"].tolist() == [[7, 3, 0], [0, 0, 0], [5, 9, 0], [0, 0, 0]]
     assert view["kv_len"].tolist() == [7, 0, 7, 0]
-    assert view["emit"].tolist() == [0, 0, 4, 0]
+    assert view["emit"].tolist() == [0, 0, 0, 0]  # the decode's, then padding
+    assert view["source"].tolist() == [-1] * 5
     assert view["num_tiles"].tolist() == [0, 1]
-    assert view["small_tiles"][0].tolist() == [2, 2, 3]
+    assert view["tiles32"][0].tolist() == [2, 2, 3]
 
 
-def test_sampling_of_a_row() -> None:
-    sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, logprobs=4)
-    seed = (7 << 32) | 0xFFFFFFFE
-    view = packed(StepShape(2, 2, 0), piece(4, (1,), (2, 3), sampling=sampling, seed=seed, held_back=(8, 9)))
-    assert view["temperature"].tolist() == [np.float32(0.7), 0.0]
-    assert view["top_k"].tolist() == [5, 0]
-    assert view["top_p"].tolist() == [np.float32(0.9), 1.0]
-    assert view["min_p"].tolist() == [np.float32(0.1), 0.0]
-    assert view["top_logprobs"].tolist() == [4, 0]
-    assert view["seed"].tolist() == [[7, -2], [0, 0]]
-    assert view["sample_position"].tolist() == [5, 0]  # the token to choose is the one at position 5
-    assert view["held_back"][0].tolist() == [8, 9, *[300] * (MAX_HELD_BACK - 2)]
-    assert set(view["held_back"][1].tolist()) == {300}
+def test_emitting_slices_are_in_the_order_of_their_draws() -> None:
+    """The places of their last tokens; a chunk in the middle of a prompt has none."""
+    view = packed(
+        StepShape(18, 2, 3), piece(4, (1,), (2, 3)), piece(0, (1, 2, 3), (4,), emit=False),
+        piece(0, (5, 6), (5,)), piece(0, (7, 8), (6,)),
+    )  # fmt: skip
+    assert view["emit"].tolist() == [0, 6, 8, 0]
+    with pytest.raises(AssertionError, match="3 slices emit, at most 2 can"):
+        packed(
+            StepShape(3, 3, 0), *(piece(0, (1,), (n,)) for n in (1, 2, 3)), most_emitting=2
+        )  # fmt: skip
 
 
-def test_a_slice_that_samples_nothing_asks_for_nothing() -> None:
-    """No noise, filter or alternatives run for a chunk in the middle of a prompt."""
-    sampling = SamplingParams(temperature=0.7, top_k=5, logprobs=4)
-    view = packed(StepShape(16, 0, 1), piece(0, (1, 2), (2,), sampling=sampling, emit=False, held_back=(8,)))
-    for name in ("temperature", "top_k", "top_logprobs", "sample_position"):
-        assert not view[name].any(), name
-    assert set(view["held_back"].ravel().tolist()) == {300}
+def test_chained_tokens_come_from_the_row_of_the_same_sequence() -> None:
+    slices = [piece(4, (0,), (2, 3), uid=8, chained=True), piece(5, (7,), (4, 5), uid=9)]
+    view = packed(StepShape(4, 4, 0), *slices, sampled_rows={3: 0, 8: 2})
+    assert view["source"].tolist() == [2, -1, -1, -1]
+    assert view["tokens"].tolist() == [0, 7, 0, 0]
+    with pytest.raises(AssertionError, match="sequence 8 was not sampled in the step before"):
+        packed(StepShape(4, 4, 0), *slices, sampled_rows={9: 0})
+    with pytest.raises(AssertionError, match="sequence 8: no step before this one has sampled"):
+        packed(StepShape(4, 4, 0), *slices)
+    with pytest.raises(AssertionError, match="a chained slice of 2 tokens"):
+        packed(StepShape(4, 0, 1), piece(4, (0, 0), (2, 3), chained=True), sampled_rows={0: 0})
 
 
-@pytest.mark.parametrize(
-    "greedy", [{"temperature": 0.0}, {"temperature": 1e-12}, {"top_k": 1}, {"top_p": 0.0}], ids=str
-)
-def test_what_is_greedy_reaches_the_device_as_temperature_zero(greedy: dict[str, Any]) -> None:
-    """B080, B081: nothing is divided by a tiny temperature, and top_p 0 cuts nothing."""
-    view = packed(StepShape(1, 1, 0), piece(0, (1,), (1,), sampling=SamplingParams(**greedy)))
-    assert view["temperature"].tolist() == [0.0]
-
-
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_top_k_off(top_k: int) -> None:
-    view = packed(StepShape(1, 1, 0), piece(0, (1,), (1,), sampling=SamplingParams(top_k=top_k)))
-    assert view["top_k"].tolist() == [0]
+def test_without_decode_rows_one_token_slices_are_chunks() -> None:
+    """In invariant ladders: rows and places follow the order of the slices, and each is a tile."""
+    (shape,) = invariant_ladder(4, 8)
+    plan = StepPlan(0, (piece(6, (11,), (7, 3), uid=1, chained=True), piece(4, (21, 22, 23), (5, 9))))
+    assert inputs.choose_shape(plan, (shape,)) == shape
+    view = packed(shape, *plan.slices, sampled_rows={1: 3})
+    assert view["tokens"].tolist() == [11, 21, 22, 23, 0, 0, 0, 0]
+    assert view["source"].tolist() == [3, -1, -1, -1, -1, -1, -1, -1]
+    assert view["token_row"].tolist() == [0, 1, 1, 1, -1, -1, -1, -1]
+    assert view["kv_len"].tolist() == [7, 7, 0, 0]
+    assert view["emit"].tolist() == [0, 3, 0, 0]
+    assert view["num_tiles"].tolist() == [2]
+    assert view["tiles32"][:2].tolist() == [[0, 0, 1], [1, 1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +133,7 @@ WINDOWED = {**SIZES, "table_width": 4, "window": 5}
 def test_pages_behind_the_window_may_be_page_0(start: int, pages: tuple[int, ...]) -> None:
     shape = StepShape(1, 1, 0)
     buffer, _ = inputs.pack(StepPlan(0, (piece(start, (1,), pages),)), shape, **WINDOWED)
-    view = inputs.layout(shape, WINDOWED["table_width"]).views(buffer)
+    view = inputs.layout(shape, WINDOWED["table_width"], 4).views(buffer)
     assert view["page_table"][0].tolist() == [*pages, *[0] * (4 - len(pages))]
     assert (view["page_ids"].tolist(), view["kv_len"].tolist()) == ([pages[-1]], [start + 1])
 
@@ -154,7 +165,13 @@ def test_page_0_is_refused_exactly_where_a_query_sees_or_a_token_is_written(data
     pages = tuple(0 if i == gone else i + 1 for i in range(width))
     used = {p // size for q in range(start, start + count) for p in range(max(0, q - window + 1), q + 1)}
     shape = StepShape(21, 1, 1)
-    sizes = {"table_width": width, "page_size": size, "num_pages": width + 1, "vocab_size": 9}
+    sizes: dict[str, Any] = {
+        "table_width": width,
+        "page_size": size,
+        "num_pages": width + 1,
+        "vocab_size": 9,
+        "most_emitting": 1,
+    }
     plan = StepPlan(0, (piece(start, (1,) * count, pages),))
     if gone in used:
         with pytest.raises(AssertionError, match="page ids"):
@@ -176,10 +193,14 @@ def test_the_length_of_the_prompt_goes_with_each_row() -> None:
 # -------------------------------------------------------------------------------------------------- layout
 
 
-@pytest.mark.parametrize("shape", [StepShape(1, 1, 0), StepShape(5, 2, 1), StepShape(520, 8, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [StepShape(1, 1, 0), StepShape(5, 2, 1), StepShape(520, 8, 64), StepShape(64, 0, 4, True)],
+    ids=str,
+)
 def test_host_and_device_read_the_same_parts(shape: StepShape) -> None:
     """Every part, floats by their bits; no two parts share a place and none is left over."""
-    layout = inputs.layout(shape, 9)
+    layout = inputs.layout(shape, 9, 4)
     buffer = np.arange(layout.size, dtype=np.int32)
     covered = np.concatenate([part.view(np.int32).ravel() for part in layout.views(buffer).values()])
     np.testing.assert_array_equal(np.sort(covered), buffer)
@@ -239,7 +260,9 @@ def test_the_fullest_plans_fit(rows: int, budget: int) -> None:
 
 def test_the_number_of_programs() -> None:
     defaults = EngineConfig()
-    assert len(shape_ladder(defaults.max_num_seqs, defaults.max_num_batched_tokens)) <= 40
+    ladder = shape_ladder(defaults.max_num_seqs, defaults.max_num_batched_tokens)
+    assert len(ladder) + len(sample_ladder(ladder, 49152)) + 2 <= 40  # and one to score, one to copy
+    assert most_emitting(ladder) == defaults.max_num_seqs
     assert len(shape_ladder(32, 512)) <= 24
     assert len(shape_ladder(256, 8192)) <= 60
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_sample import settings
+from test_sample import run, settings, without
 from tiny import GOLDEN
 
 from jaxinfer.core import ConfigError, RequestError, SamplingParams
@@ -45,8 +45,8 @@ STORIES = GOLDEN / "stories260k"
 def test_a_huge_logit_in_a_padding_row_is_never_chosen(planted: float, fields: dict[str, Any]) -> None:
     logits = np.random.default_rng(0).normal(size=(64, 20)).astype(np.float32)
     logits[:, 17:] = planted
-    inputs = jax.tree.map(jnp.asarray, settings(64, 20, top_logprobs=2, held_back=[[3, 18]] * 64, **fields))
-    out = jax.jit(sample, static_argnums=2)(jnp.asarray(logits), inputs, 17)
+    inputs = settings(64, top_logprobs=2, **fields)
+    out = run(logits, inputs, without([[3, 18]] * 64), sampled_vocab=17)
     assert set(np.asarray(out.token).tolist()) <= set(range(17)) - {3}
     # The report stays that of the whole distribution.
     raw = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
@@ -57,18 +57,18 @@ def test_a_huge_logit_in_a_padding_row_is_never_chosen(planted: float, fields: d
 
 
 def test_a_bound_as_large_as_the_vocabulary_costs_nothing() -> None:
-    logits, inputs = jnp.zeros((4, 20)), jax.tree.map(jnp.asarray, settings(4, 20))
-    lowered = jax.jit(sample, static_argnums=2).lower
-    assert lowered(logits, inputs, 20).as_text() == lowered(logits, inputs, None).as_text()
+    logits, inputs = jnp.zeros((4, 20)), jax.tree.map(jnp.asarray, settings(4))
+    lowered = jax.jit(sample, static_argnames="sampled_vocab").lower
+    bounded = lowered(logits, inputs, sampled_vocab=20)
+    assert bounded.as_text() == lowered(logits, inputs, sampled_vocab=None).as_text()
 
 
 def test_draws_are_those_of_a_model_without_padding() -> None:
     """A row's noise belongs to its ids: padding the matrix changes no sample."""
     logits = np.random.default_rng(0).normal(size=(64, 17)).astype(np.float32)
     padded = np.concatenate([logits, np.full((64, 3), 9.0, np.float32)], axis=1)
-    bounded = jax.jit(sample, static_argnums=2)
-    short = bounded(jnp.asarray(logits), jax.tree.map(jnp.asarray, settings(64, 17, temperature=1.0)), None)
-    long = bounded(jnp.asarray(padded), jax.tree.map(jnp.asarray, settings(64, 20, temperature=1.0)), 17)
+    short = run(logits, settings(64, temperature=1.0))
+    long = run(padded, settings(64, temperature=1.0), sampled_vocab=17)
     assert short.token.tolist() == long.token.tolist()
 
 

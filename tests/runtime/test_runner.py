@@ -1,36 +1,39 @@
-"""The runner under an engine: no compile after warm-up, failed steps, rows that are not finite."""
+"""The runner by its protocol, without an engine: chained steps, copies, scores, failures, the manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import sys
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tiny import (
-    PLENTY,
-    TINY,
-    alone,
-    assert_idle,
-    engine_over,
-    greedy,
-    prompts,
-    random_tensors,
-    tiny_runner,
-    token_ids,
-)
+from driving import GREEDY, run, step, texts
+from tiny import PLENTY, TINY, prompts, random_tensors, tiny_runner
 
-from jaxinfer.config import StepShape
-from jaxinfer.core import ConfigError, SamplingParams
-from jaxinfer.llm import LLM
-from jaxinfer.runtime import JaxRunner, inputs
+from jaxinfer.config import SampleShape, StepShape
+from jaxinfer.core import Draw, LogitChanges, SamplingParams, Slice, StepPlan
+from jaxinfer.runtime import JaxRunner
+from jaxinfer.runtime.programs import COPY, SCORE
+
+sys.path.append(str(Path(__file__).parents[1] / "model"))
+from dense import dense_logits  # it lives with the tests of the model
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 CURSED = TINY.vocab_size - 1
 """A token whose embedding is NaN in the runner below."""
+BATCH = prompts([5, 20, 1, 31], vocab_size=CURSED)
+SAMPLING = [
+    GREEDY,
+    SamplingParams(temperature=0.8, top_p=0.9, logprobs=3),
+    SamplingParams(temperature=1.0, top_k=20),
+    SamplingParams(temperature=0, prompt_logprobs=3),
+]
+NEW = 7
 
 
 @pytest.fixture(scope="module")
@@ -43,195 +46,332 @@ def runner() -> JaxRunner:
     return made
 
 
-BATCH = prompts([5, 30, 1, 44, 9, 17], vocab_size=CURSED)
-SAMPLING = [
-    greedy(9),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, logprobs=4),
-    greedy(12, logprobs=20),
-    SamplingParams(top_k=5, top_p=0.9, min_p=0.01, seed=4, max_tokens=5, ignore_eos=True),
-    SamplingParams(seed=6, max_tokens=7, min_tokens=3, stop_token_ids=(1, 2, 3), ignore_eos=True),
-    greedy(4),
-]
-
-
 @pytest.fixture(scope="module")
-def expected(runner: JaxRunner) -> list[Any]:
-    outputs = token_ids(alone(engine_over(runner), BATCH, SAMPLING))
-    assert not any(CURSED in part for parts in outputs for part in parts), "choose another seed"
-    return outputs
+def expected(runner: JaxRunner) -> list[list[int]]:
+    """The new tokens of each text of BATCH, run step by step."""
+    running = texts(runner, BATCH, SAMPLING)
+    run(runner, running, NEW)
+    return [text.tokens[text.num_prompt :] for text in running]
 
 
-# ------------------------------------------------------------------------------------------------ compiles
+def chained(runner: JaxRunner, steps: int) -> list[list[int]]:
+    """The same with every decode chained: step n + 1 is dispatched before step n is fetched."""
+    running = texts(runner, BATCH, SAMPLING, seed=3)
+    got: list[list[int]] = [[] for _ in running]
+    for text in running:  # prompts one by one but for their last token: what is left is a step of ones
+        if len(text.tokens) > 1:
+            step(runner, 0, [(text, len(text.tokens) - 1)])
+    before: Any = None
+    for number in range(steps):
+        # The order of the slices changes, so that a token comes from another row than its own.
+        order = running if number % 2 else running[::-1]
+        slices = []
+        for text in order:
+            start = text.num_prompt - 1 + number
+            token = 0 if number else text.tokens[-1]
+            pages = text.pages[: -(-(start + 1) // runner.page_size)]
+            slices.append(Slice(
+                text.uid, start, (token,), pages, emit=True, num_prompt=text.num_prompt, chained=number > 0
+            ))  # fmt: skip
+        pending = runner.dispatch(StepPlan(number, tuple(slices)))
+        if before is not None:
+            collect(runner, before, got)
+        draws = [Draw(text.sampling, 1000 + text.uid, text.num_prompt + number) for text in order]
+        runner.sample(pending, draws)
+        before = pending
+    collect(runner, before, got)
+    return got
 
 
-def test_nothing_is_compiled_or_traced_after_warm_up(runner: JaxRunner, expected: list[Any]) -> None:
-    """A load with every parameter in it, in every mix of slices (B152)."""
-    llm = engine_over(runner)
-    assert llm.stats()["programs"] == llm.stats()["programs_in_ladder"] == len(runner.ladder)
-    before = llm.stats()["compiles_after_warmup"]
-    with jax.no_tracing(), jax.transfer_guard_host_to_device("disallow"):
-        outputs = llm.generate(BATCH, SAMPLING)
-        for prompt, sampling in zip(BATCH, SAMPLING, strict=True):
-            llm.generate(prompt, sampling)
-    assert llm.stats()["compiles_after_warmup"] == before
-    assert token_ids(outputs) == expected
-    assert_idle(llm)
+def collect(runner: JaxRunner, pending: Any, got: list[list[int]]) -> None:
+    for piece, sampled in zip(pending.plan.slices, runner.fetch(pending).sampled, strict=True):
+        assert sampled is not None
+        got[piece.uid].append(sampled.token_id)
 
 
-@pytest.mark.parametrize("budget", [1, 5])
-def test_budgets_that_are_no_power_of_two(budget: int) -> None:
-    """Ladders of their own: every plan finds a bucket and warm-up makes them all (B151)."""
-    llm = engine_over(
-        tiny_runner(max_num_seqs=3, max_num_batched_tokens=budget), max_num_batched_tokens=budget
+def test_chained_steps_are_the_steps_one_by_one(runner: JaxRunner, expected: list[list[int]]) -> None:
+    assert chained(runner, NEW) == expected
+
+
+def test_a_row_without_a_draw_gives_nothing(runner: JaxRunner, expected: list[list[int]]) -> None:
+    """And cannot be chained to."""
+    running = texts(runner, BATCH[:2], SAMPLING[:2])
+    plan = StepPlan(0, tuple(t.slice(c, runner.page_size) for t, c in zip(running, (5, 20), strict=True)))
+    pending = runner.dispatch(plan)
+    runner.sample(pending, [None, running[1].draw()])
+    first, second = runner.fetch(pending).sampled
+    assert first is None
+    assert second is not None
+    assert second.token_id == expected[1][0]
+    wrong = Slice(0, 5, (0,), running[0].pages[:1], emit=True, chained=True)
+    with pytest.raises(AssertionError, match="sequence 0 was not sampled") as caught:
+        runner.dispatch(StepPlan(1, (wrong,)))
+    assert caught.value.kv_lost is False  # type: ignore[attr-defined]
+    pending = runner.dispatch(plan)
+    runner.sample(pending, [None, None])
+    assert runner.fetch(pending).sampled == (None, None)
+
+
+# -------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("extra", [0, 7])
+def test_a_copied_prefix_serves_as_the_original(
+    runner: JaxRunner, expected: list[list[int]], extra: int
+) -> None:
+    """And a swap beside it; more pairs than the copy program takes at once."""
+    (text,) = texts(runner, BATCH[3:], SAMPLING[3:])
+    text.uid = 3
+    step(runner, 0, [(text, 31)])
+    fresh = [page for page in range(1, runner.num_pages) if page not in text.pages][: 4 + extra]
+    pairs = [*zip(text.pages, fresh[:4], strict=False), *((fresh[0] + 100, page) for page in fresh[4:])]
+    text.pages = (*fresh[:4], *text.pages[4:])
+    plan = StepPlan(1, (text.slice(1, runner.page_size),), copies=tuple(pairs))
+    pending = runner.dispatch(plan)
+    runner.sample(pending, [text.draw()])
+    (sampled,) = runner.fetch(pending).sampled
+    assert sampled is not None
+    assert [text.tokens[31], sampled.token_id] == expected[3][:2]
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        (((1, 0),), "leave 1"),
+        (((PLENTY, 1),), "leave 1"),
+        (((1, 3), (2, 3)), "copied to twice"),
+        (((1, 2), (3, 4), (5, 6), (7, 8), (2, 9)), r"pages \{2\} are copied from after"),
+    ],
+)
+def test_wrong_copies_are_refused(runner: JaxRunner, copies: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message) as caught:
+        runner.dispatch(StepPlan(0, (Slice(0, 0, (1,), (1,), emit=True),), copies=copies))
+    assert caught.value.kv_lost is False  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------------------------------------- scores
+
+
+def test_scores_are_those_of_a_dense_model() -> None:
+    """Over chunks, beside decodes and texts that want none: logprob, rank and alternatives of each token."""
+    runner = tiny_runner()
+    running = texts(
+        runner, BATCH, [GREEDY, *[SamplingParams(temperature=0, prompt_logprobs=k) for k in (0, 5, 20)]]
     )
-    runner = llm.engine.runner
-    assert isinstance(runner, JaxRunner)
-    outputs = llm.generate(BATCH[:4], [greedy(3)] * 4)
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [3] * 4
-    assert {record.reason.split(" at ")[0] for record in runner.manifest} == {"first used"}
-    assert len(runner.manifest) == llm.stats()["programs"] <= len(runner.ladder)
-    assert_idle(llm)
+    run(runner, running, 3, chunk=lambda: 9)
+    assert [len(text.scores) for text in running] == [0, 19, 0, 30]
+    for text in running:
+        logits = dense_logits(TINY, random_tensors(TINY), text.tokens[: text.num_prompt])
+        logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        logprobs -= logits.max(-1, keepdims=True)
+        for place, score in enumerate(text.scores):
+            row, target = logprobs[place], text.tokens[place + 1]
+            assert score.token_id == target
+            assert score.logprob == pytest.approx(row[target], abs=1e-4)
+            assert score.rank == 1 + (row > row[target]).sum()
+            best = np.argsort(-row)[: text.sampling.prompt_logprobs or 0]
+            assert [token for token, _ in score.top] == best.tolist()
+            np.testing.assert_allclose([value for _, value in score.top], row[best], atol=1e-4)
 
 
-def test_the_manifest_tells_what_was_compiled(runner: JaxRunner) -> None:
-    pool_bytes = runner.stats()["kv_bytes"]
-    assert pool_bytes == PLENTY * 8 * TINY.kv_bytes_per_token(4)
-    assert [record.shape for record in runner.manifest] == [str(shape) for shape in runner.ladder]
-    for record in runner.manifest:
-        assert record.reason == "warm-up"
-        assert record.aliased_bytes == pool_bytes
-        assert record.compile_s > 0
-        assert record.as_dict()["temp_bytes"] == record.temp_bytes > 0
+def test_targets_may_be_fewer_than_tokens_and_never_more(runner: JaxRunner) -> None:
+    def piece(targets: tuple[int, ...]) -> Slice:
+        return Slice(0, 0, (4, 5, 6), (1,), emit=False, scored=1, targets=targets)
+
+    pending = runner.dispatch(StepPlan(0, (piece((5, 6)),)))
+    runner.sample(pending, [])
+    result = runner.fetch(pending)
+    assert result.sampled == (None,)
+    assert [score.token_id for score in result.scores[0]] == [5, 6]
+    with pytest.raises(AssertionError, match="4 targets for a slice of 3 tokens"):
+        runner.dispatch(StepPlan(0, (piece((5, 6, 7, 8)),)))
 
 
-# -------------------------------------------------------------------------------------------- failed steps
+# ------------------------------------------------------------------------------------------------ failures
 
 
 class StepFailed(RuntimeError):
     pass
 
 
+class Unreadable:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise StepFailed("planted in fetch")
+
+
 @pytest.fixture
-def fail(runner: JaxRunner) -> Generator[Callable[..., None]]:
-    """`fail(when)`: a step for which `when(tokens)` holds runs, KV donated and gone, and then raises."""
-    programs = dict(runner._programs)
-
-    def arm(when: Callable[[list[int]], bool], *, at_fetch: bool = False) -> None:
-        class Unreadable:
-            def __array__(self, *_: Any, **__: Any) -> Any:
-                raise StepFailed("planted in fetch")
-
-        def broken(shape: StepShape) -> Callable[..., Any]:
-            def call(state: Any, kv: Any, buffer: Any) -> Any:
-                view = inputs.layout(shape, runner.table_width).views(np.array(buffer))
-                tokens = view["tokens"][view["token_row"] >= 0].tolist()
-                output, kv = programs[shape](state, kv, buffer)
-                if not when(tokens):
-                    return output, kv
-                if at_fetch:
-                    return Unreadable(), kv
-                raise StepFailed("planted in dispatch")
-
-            return call
-
-        runner._programs.update({shape: broken(shape) for shape in programs})  # type: ignore[misc]
-
-    yield arm
-    runner._programs.update(programs)
+def compiled(runner: JaxRunner) -> Iterator[dict[Any, Any]]:
+    """The runner's programs by bucket, to be replaced for one test."""
+    held: dict[Any, Any] = runner.programs.compiled  # type: ignore[assignment]
+    before = dict(held)
+    yield held
+    held.clear()
+    held.update(before)
 
 
-@pytest.mark.parametrize("at_fetch", [False, True])
-@pytest.mark.parametrize("number", [0, 1, 4])
-def test_one_failed_step_costs_nobody_his_answer(
-    runner: JaxRunner, expected: list[Any], fail: Callable[..., None], number: int, at_fetch: bool
+def one_token(runner: JaxRunner, *, chained: bool = False) -> StepPlan:
+    return StepPlan(0, (Slice(0, 0, (0 if chained else 7,), (1,), emit=True, chained=chained),))
+
+
+@pytest.mark.parametrize("where", ["dispatch", "sample", "fetch"])
+def test_a_failed_step_voids_itself_and_what_came_after(
+    runner: JaxRunner, compiled: dict[Any, Any], expected: list[list[int]], where: str
 ) -> None:
-    """A step of several fails once, in the prompts or among decodes: all are recomputed (B150)."""
-    steps = iter(range(1000))
-    fail(lambda tokens: next(steps) == number, at_fetch=at_fetch)
-    llm, before = engine_over(runner), runner.kv
-    outputs = llm.generate(BATCH, SAMPLING)
-    assert token_ids(outputs) == expected
-    assert llm.stats()["failed_steps"] == 1
-    assert all(pages.is_deleted() for pages in jax.tree.leaves(before))
+    """The pool is a new one, void steps are refused, and the next texts run as ever."""
+    before, draw = runner.kv, [Draw(GREEDY, 0, 1)]
+    shape, sampler = StepShape(1, 1, 0), SampleShape(1, 0)
+    forward, choose = compiled[shape], compiled[sampler]
+
+    def fail(*args: Any) -> Any:
+        if where != "sample":
+            forward(*args)  # KV is donated and gone
+        raise StepFailed(f"planted in {where}")
+
+    first = runner.dispatch(one_token(runner))
+    if where == "fetch":
+        compiled[sampler] = lambda *args: (Unreadable(), choose(*args)[1])
+    if where == "sample":
+        compiled[sampler] = fail
+        with pytest.raises(StepFailed):
+            runner.sample(first, draw)
+        void = [first]
+    else:
+        runner.sample(first, draw)
+        if where == "dispatch":
+            compiled[shape] = fail
+            with pytest.raises(StepFailed) as caught:
+                runner.dispatch(one_token(runner, chained=True))
+            assert getattr(caught.value, "kv_lost", True)
+            assert runner.fetch(first).sampled[0]  # it had run: its tokens are good
+            void = []
+        else:
+            second = runner.dispatch(one_token(runner, chained=True))
+            with pytest.raises(StepFailed):
+                runner.fetch(first)
+            void = [first, second]
+    for pending in void:
+        for call in (lambda p=pending: runner.sample(p, draw), lambda p=pending: runner.fetch(p)):
+            with pytest.raises(AssertionError, match="is void") as refused:
+                call()
+            assert refused.value.kv_lost is False  # type: ignore[attr-defined]
+    assert runner.kv is not before
     assert not any(pages.is_deleted() for pages in jax.tree.leaves(runner.kv))
-    assert_idle(llm)
+    with pytest.raises(AssertionError, match="no step before this one has sampled"):
+        runner.dispatch(one_token(runner, chained=True))
+    compiled[shape], compiled[sampler] = forward, choose
+    assert chained(runner, NEW) == expected
 
 
-def test_the_request_that_fails_is_the_only_one_to_end(
-    runner: JaxRunner, expected: list[Any], fail: Callable[..., None]
-) -> None:
-    """A prompt that breaks every step it is in ends with an error; sent again to a sound device, it runs."""
-    culprit = BATCH[1]
-    fail(lambda tokens: culprit[-1] in tokens and culprit[-2] in tokens)
-    llm = engine_over(runner)
-    outputs = llm.generate(BATCH, SAMPLING)
-    assert outputs[1].outputs[0].finish_reason == "error"
-    # The kind of the fault reaches the client, its text (paths, kilobytes of XLA) only the log.
-    assert outputs[1].outputs[0].error == "the step failed on the device (StepFailed)"
-    others = [i for i in range(len(BATCH)) if i != 1]
-    assert [token_ids(outputs)[i] for i in others] == [expected[i] for i in others]
-    assert_idle(llm)
-    fail(lambda tokens: False)
-    assert token_ids(llm.generate(culprit, SAMPLING[1])) == [expected[1]]
-    assert_idle(llm)
+def test_a_failure_on_the_host_keeps_the_pages(runner: JaxRunner, expected: list[list[int]]) -> None:
+    (text,) = texts(runner, BATCH[3:], SAMPLING[3:])
+    text.uid = 3
+    step(runner, 0, [(text, 31)])
+    pending = runner.dispatch(StepPlan(1, (text.slice(1, runner.page_size),)))
+    for broken in ([], [Draw(GREEDY, 0, 1, mask=b"short")]):
+        with pytest.raises(AssertionError) as caught:
+            runner.sample(pending, broken)
+        assert caught.value.kv_lost is False  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="token ids leave") as caught:
+        runner.dispatch(StepPlan(2, (Slice(9, 0, (TINY.vocab_size,), (1999,), emit=True),)))
+    assert caught.value.kv_lost is False  # type: ignore[attr-defined]
+    runner.sample(pending, [text.draw()])
+    (sampled,) = runner.fetch(pending).sampled
+    assert sampled is not None
+    assert sampled.token_id == expected[3][1]
 
 
-# ------------------------------------------------------------------------------------- rows of NaN
+def test_a_row_of_nan_is_told_and_alone(runner: JaxRunner, expected: list[list[int]]) -> None:
+    running = texts(runner, [[CURSED], *BATCH[:2]], [GREEDY, *SAMPLING[:2]])
+    for text in running:
+        text.uid -= 1
+    step(runner, 0, list(zip(running, (1, 5, 20), strict=True)))
+    assert [text.sampled[0].finite for text in running] == [False, True, True]
+    assert [text.sampled[0].token_id for text in running[1:]] == [tokens[0] for tokens in expected[:2]]
 
 
-def test_a_row_of_nan_ends_alone_and_leaves_its_pages_clean(runner: JaxRunner, expected: list[Any]) -> None:
-    """B159. Its pages are full of NaN; page 0 and whoever gets them next must not notice (B002)."""
-    cursed = [[CURSED] * 50, [*BATCH[0], CURSED], [CURSED]]
-    llm = engine_over(runner, num_pages=25)  # few pages: they are handed on at once
-    for _ in range(2):
-        outputs = llm.generate([cursed[0], *BATCH[:3], *cursed[1:], *BATCH[3:]], [
-            greedy(4), *SAMPLING[:3], greedy(4), greedy(4), *SAMPLING[3:]
-        ])  # fmt: skip
-        reasons = [o.outputs[0].finish_reason for o in outputs]
-        assert [i for i, reason in enumerate(reasons) if reason == "error"] == [0, 4, 5]
-        assert "not finite" in (outputs[0].outputs[0].error or "")
-        assert outputs[0].outputs[0].token_ids == ()
-        got = token_ids(outputs)
-        assert [*got[1:4], *got[6:]] == expected
-        assert_idle(llm)
+def test_a_mask_that_leaves_nothing_is_told(runner: JaxRunner) -> None:
+    pending = runner.dispatch(one_token(runner))
+    runner.sample(pending, [Draw(GREEDY, 0, 1, mask=bytes(4 * 10))])
+    (sampled,) = runner.fetch(pending).sampled
+    assert sampled is not None
+    assert (sampled.token_id, sampled.rank, sampled.finite) == (0, 0, False)
 
 
-# ------------------------------------------------------------------------------------------------ limits
+# ---------------------------------------------------------------------------------------------- the manifest
 
 
-def test_the_longest_request(runner: JaxRunner) -> None:
-    """Every place of the page table in use, the last token included."""
-    llm = engine_over(runner)
-    longest = prompts([100], seed=9, vocab_size=CURSED)[0]
-    answer = llm.generate(longest, greedy(28))[0].outputs[0]
-    assert len(answer.token_ids) == 28
-    parts = [*longest, *answer.token_ids[:14]]
-    assert llm.generate(parts, greedy(14))[0].outputs[0].token_ids == answer.token_ids[14:]
+def changes(count: int) -> LogitChanges:
+    return LogitChanges(array("i", range(count)), array("f", [1.1] * count), array("f", [0.0] * count))
 
 
-def test_loading_random_models(tmp_path: Path) -> None:
-    """random:PATH of a folder, through the front door; warm-up in full, and a request without tokenizer."""
-    (tmp_path / "config.json").write_text(
-        '{"vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,'
-        ' "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}'
-    )
-    llm = LLM(
-        f"random:{tmp_path}",
-        max_num_seqs=1,
-        max_num_batched_tokens=4,
-        page_size=8,
-        warmup="full",
-        progress=False,
-    )
-    assert llm.tokenizer is None
-    assert llm.limits.max_model_len == 64
-    assert llm.limits.num_pages == 64 // 8 + 1
-    stats = llm.stats()
-    assert stats["programs"] == stats["programs_in_ladder"] == 3
-    outputs = llm.generate([[1, 2, 3, 4, 5], [6]], greedy(5))
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [5, 5]
-    assert llm.stats()["compiles_after_warmup"] == stats["compiles_after_warmup"]
-    with pytest.raises(ConfigError, match="max_model_len 65 is more than the model's own limit of 64"):
-        LLM(f"random:{tmp_path}", max_model_len=65, progress=False)
-    with pytest.raises(ConfigError, match="neither a built-in shape"):
-        LLM("random:nonsense", progress=False)
+def test_nothing_is_compiled_or_traced_after_warm_up(runner: JaxRunner, expected: list[list[int]]) -> None:
+    """Every kind of step there is, and nothing is sent but by device_put (B152)."""
+    before = runner.stats()["compiles_after_warmup"]
+    with jax.no_tracing(), jax.transfer_guard_host_to_device("disallow"):
+        assert chained(runner, NEW) == expected
+        running = texts(runner, BATCH, SAMPLING, seed=8)
+        run(runner, running, NEW, chunk=lambda: 6)
+        plan = StepPlan(0, (Slice(0, 0, (7,), (1,), emit=True),), copies=((1, 2),))
+        pending = runner.dispatch(plan)
+        runner.sample(pending, [Draw(GREEDY, 0, 1, changes(299), np.full(10, -1, np.int32).tobytes())])
+        assert runner.fetch(pending).sampled[0]
+    assert [text.tokens[text.num_prompt :] for text in running] == expected
+    assert runner.stats()["compiles_after_warmup"] == before
+
+
+def test_the_manifest_tells_what_was_compiled(runner: JaxRunner) -> None:
+    stats, manifest = runner.stats(), runner.programs.manifest
+    assert stats["kv_bytes"] == PLENTY * 8 * TINY.kv_bytes_per_token(4)
+    assert [record.bucket for record in manifest] == list(map(str, runner.programs.planned))
+    assert stats["programs"] == stats["programs_in_manifest"] == len(manifest) == 14
+    for record in manifest:
+        assert record.reason == "warm-up"
+        assert record.aliased_bytes == (stats["kv_bytes"] if record.kind in ("forward", "copy") else 0)
+        assert record.compile_s > 0
+        assert record.as_dict()["temp_bytes"] == record.temp_bytes
+    heading, *rows = runner.manifest_table()
+    assert len({len(row) for row in (heading, *rows)}) == 1
+    assert stats["bucket_calls"] == {f"{row[0]} {row[1]}": int(row[-1]) for row in rows}
+    assert 0 <= stats["padding_waste"] < 1
+
+
+def test_calls_and_padding_are_counted() -> None:
+    runner = tiny_runner()
+    (text,) = texts(runner, [BATCH[1]], [SAMPLING[1]])
+    run(runner, [text], 3)
+    calls = {"forward T32/D0/C4": 1, "forward T1/D1/C0": 2, "sample B1/N0": 3}
+    stats = runner.stats()
+    assert stats["bucket_calls"] == calls
+    assert stats["padding_waste"] == pytest.approx(1 - 22 / 34)
+    assert [record.reason for record in runner.programs.manifest] == [
+        "first used at step 0", "first used at step 0", "first used at step 1"
+    ]  # fmt: skip
+    assert stats["compiles_after_warmup"] == 0
+
+
+def test_more_changes_than_planned_for_have_a_reason_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxinfer.config import steps
+
+    monkeypatch.setattr(steps, "CHANGES_A_ROW", (4,))
+    runner = tiny_runner()
+    pending = runner.dispatch(one_token(runner))
+    runner.sample(pending, [Draw(GREEDY, 0, 1, changes(100))])
+    assert runner.fetch(pending).sampled[0]
+    record = runner.programs.manifest[-1]
+    assert (record.bucket, record.reason) == ("B4/N128", "more changes than planned for at step 0")
+    assert runner.stats()["programs_in_manifest"] == len(runner.programs.planned)
+
+
+def test_strict_refuses_to_compile_after_warm_up() -> None:
+    runner = tiny_runner(ladder=(StepShape(1, 1, 0),), strict=True)
+    runner.warm_up()
+    runner.programs.compiled.pop(COPY)
+    kv = runner.kv
+    plan = StepPlan(5, (Slice(0, 0, (7,), (1,), emit=True),), copies=((1, 2),))
+    with pytest.raises(
+        RuntimeError, match=r"the copy program copy is wanted \(first used at step 5\)"
+    ) as caught:
+        runner.dispatch(plan)
+    assert caught.value.kv_lost is False  # type: ignore[attr-defined]
+    assert runner.kv is kv
+    assert SCORE in runner.programs.compiled

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxinfer.core import MAX_HELD_BACK
-from jaxinfer.runtime.sample import SamplingInputs, sample
+from test_sample import run, settings, without
 
 VOCAB = 64
-compiled_sample = jax.jit(sample)
 
 
 def choose(
     *, temperature: float = 1.0, top_p: float = 1.0, held: tuple[int, ...] = (), position: int = 7
 ) -> int:
     logits = np.random.default_rng(3).normal(size=(1, VOCAB)).astype(np.float32)
-    held_back = np.full((1, MAX_HELD_BACK), VOCAB, np.int32)
-    held_back[0, : len(held)] = held
-    inputs = SamplingInputs(
-        jnp.full((1,), temperature, jnp.float32), jnp.zeros((1,), jnp.int32),
-        jnp.full((1,), top_p, jnp.float32), jnp.zeros((1,), jnp.float32), jnp.zeros((1,), jnp.int32),
-        jnp.asarray([[1, 2]], jnp.int32), jnp.full((1,), position, jnp.int32), jnp.asarray(held_back),
-    )  # fmt: skip
-    return int(compiled_sample(jnp.asarray(logits), inputs).token[0])
+    seed = [(1 << 32) + 2]
+    inputs = settings(1, temperature=temperature, top_p=top_p, sample_position=position, seed=seed)
+    return int(run(logits, inputs, without([held])).token[0])
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 1.2e-38, 1.1e-38, 1e-39, 1e-45])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.core import Limits, Logprob, Request, RequestError, RequestMetrics, SamplingParams, TokenEvent
+from jaxinfer.engine import validate
 from jaxinfer.engine.output import LOGPROB_FLOOR
 
 VOCAB = 256
@@ -98,7 +99,13 @@ class ScriptedEngine:
             logprobs=None if top is None else (_known(token, top),),
             finish_reason="length" if last else None,
             metrics=RequestMetrics(cached_tokens=1) if last else None,
+            prompt_logprobs=_of_prompt(request) if (said, index) == (0, 0) else None,
         )
+
+
+def _of_prompt(request: Request) -> tuple[dict[int, Logprob] | None, ...] | None:
+    top, ids = request.sampling.prompt_logprobs, request.prompt_token_ids
+    return None if top is None else (None, *(_known(token, top) for token in ids[1:]))
 
 
 def _known(token: int, top: int) -> dict[int, Logprob]:
@@ -140,7 +147,10 @@ class ScriptedLLM:
         self._ids = itertools.count()
 
     def prepare(
-        self, prompt: str | list[int], sampling: SamplingParams | dict[str, Any] | None = None
+        self,
+        prompt: str | list[int],
+        sampling: SamplingParams | dict[str, Any] | None = None,
+        **options: Any,
     ) -> Request:
         if not isinstance(sampling, SamplingParams):
             sampling = SamplingParams(**(sampling or {}))
@@ -153,7 +163,13 @@ class ScriptedLLM:
             raise RequestError(f"prompt has {len(ids)} tokens; max_model_len is 128", "prompt")
         text = prompt if isinstance(prompt, str) else None
         request_id = f"r{next(self._ids)}"
-        return Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, prompt=text)
+        request = Request(
+            request_id=request_id, prompt_token_ids=ids, sampling=sampling, prompt=text, **options
+        )
+        validate(request, self.limits)
+        if sampling.json_schema is not None and "bad" in sampling.json_schema:
+            raise RequestError("json_schema cannot be compiled", "json_schema")
+        return request
 
     def encode_chat(self, messages: list[dict[str, Any]], **options: bool) -> list[int]:
         text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
@@ -161,6 +177,7 @@ class ScriptedLLM:
         return list(text.encode())
 
     def prepare_chat(
-        self, messages: list[dict[str, Any]], sampling: SamplingParams | dict[str, Any], **options: bool
+        self, messages: list[dict[str, Any]], sampling: SamplingParams | dict[str, Any], **options: Any
     ) -> Request:
-        return self.prepare(self.encode_chat(messages, **options), sampling)
+        own = {name: options.pop(name) for name in ("priority", "cache_salt") if name in options}
+        return self.prepare(self.encode_chat(messages, **options), sampling, **own)

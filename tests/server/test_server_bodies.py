@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from scripted import ScriptedLLM
 
 from jaxinfer.server.app import create_app
-from jaxinfer.server.schema import NOT_SERVED, CompletionBody, parse_body
+from jaxinfer.server.schema import NOT_SERVED, ChatBody, CompletionBody, parse_body
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -88,6 +88,30 @@ def test_what_is_no_json_object_is_a_400(client: TestClient, path: str, raw: byt
         ({"prompt": "a", "temprature": 1}, "temprature"),
         ({"prompt": "a", "messages": [USER]}, "messages"),
         ({"prompt": "a", "user": 5}, "user"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+        ({"prompt": "a", "frequency_penalty": "1"}, "frequency_penalty"),
+        ({"prompt": "a", "frequency_penalty": True}, "frequency_penalty"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"256": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt": "a", "priority": 1.5}, "priority"),
+        ({"prompt": "a", "priority": 1001}, "priority"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "x" * 257}, "cache_salt"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"prompt": "a", "structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),
+        ({"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"prompt": "a", "structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+        ({"prompt": "a", "structured_outputs": {"json": {"bad": 1}}}, "structured_outputs.json"),
     ],
 )
 def test_completion_bodies_are_refused_with_the_parameter_named(client: TestClient, body: dict, param: str):
@@ -128,7 +152,41 @@ def test_completion_bodies_are_refused_with_the_parameter_named(client: TestClie
         ),
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
-        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {
+                "messages": [USER],
+                "response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}},
+            },
+            "response_format.json_schema",
+        ),
+        (
+            {
+                "messages": [USER],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"bad": 1}},
+                },
+            },
+            "response_format",
+        ),
+        (
+            {
+                "messages": [USER],
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            "structured_outputs",
+        ),
+        ({"messages": [USER], "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"messages": [USER], "prompt": "a"}, "prompt"),
     ],
 )
@@ -138,13 +196,16 @@ def test_chat_bodies_are_refused_with_the_parameter_named(client: TestClient, bo
 
 @pytest.mark.parametrize("name", sorted(NOT_SERVED))
 def test_parameters_not_served_pass_only_when_they_ask_for_nothing(name: str):
+    kind, body = CompletionBody, {"prompt": "a"}
+    if name in CompletionBody.model_fields:
+        kind, body = ChatBody, {"messages": [USER]}
     for harmless in (None, *NOT_SERVED[name]):
-        parse_body(json.dumps({"prompt": "a", name: harmless}).encode(), CompletionBody)
+        parse_body(json.dumps({**body, name: harmless}).encode(), kind)
     for asking in ({"a": 1}, [1], "x", 0.5, False, True, 0, 1):
         if any(asking == h and isinstance(asking, bool) == isinstance(h, bool) for h in NOT_SERVED[name]):
             continue
         with pytest.raises(ValueError, match=f"{name} is not supported"):
-            parse_body(json.dumps({"prompt": "a", name: asking}).encode(), CompletionBody)
+            parse_body(json.dumps({**body, name: asking}).encode(), kind)
 
 
 def test_labels_and_harmless_values_are_accepted(client: TestClient):

@@ -66,6 +66,16 @@ def test_merged_events_keep_order_and_the_end():
     assert merged.finish_reason == "length"
 
 
+async def test_merged_events_keep_the_logprobs_of_the_prompt():
+    llm = ScriptedLLM(ScriptedEngine(length=3))
+    llm.engine.add(llm.prepare("abc", SamplingParams(prompt_logprobs=1)))
+    events = [e for _ in range(3) for e in llm.engine.step()]
+    assert events[0].prompt_logprobs is not None
+    for part in (events, events[:2]):
+        assert merge_events(part).prompt_logprobs == events[0].prompt_logprobs
+    assert merge_events(events[1:]).prompt_logprobs is None
+
+
 async def test_cancel_reaches_the_engine_and_frees_the_place():
     llm = ScriptedLLM(ScriptedEngine(length=10**9, step_s=0.001))
     async with running(llm) as worker:

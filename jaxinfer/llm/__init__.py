@@ -1,7 +1,7 @@
 """The library's front door: prompts in, text out.
 
-    llm = LLM("smollm2-135m", max_num_seqs=16)
-    llm.generate(["Gravity is"], SamplingParams(max_tokens=32))[0].outputs[0].text
+    with LLM("smollm2-135m", max_num_seqs=16) as llm:
+        llm.generate(["Gravity is"], SamplingParams(max_tokens=32))[0].outputs[0].text
 
 The calling thread runs the engine; a server runs `llm.engine` on a thread of its own instead and uses
 `prepare` and `prepare_chat` only.
@@ -9,16 +9,13 @@ The calling thread runs the engine; a server runs `llm.engine` on a thread of it
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import signal
+import logging
 import sys
-import threading
 import uuid
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Seq
-from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from jaxinfer.arguments import (
     Message,
@@ -30,11 +27,11 @@ from jaxinfer.arguments import (
     check_text,
     check_texts,
     one_each,
+    options_each,
     sampling_over,
 )
-from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.config import DynamicRope, EngineConfig, ModelConfig
 from jaxinfer.core import (
-    EngineDeadError,
     Limits,
     Request,
     RequestError,
@@ -44,8 +41,13 @@ from jaxinfer.core import (
     TokenEvent,
 )
 from jaxinfer.engine import Engine, validate
-from jaxinfer.outputs import Continuation, request_output
+from jaxinfer.engine.trace import NO_TRACE, FileTrace, Trace
+from jaxinfer.llm.structures import StructuredTokenizer
+from jaxinfer.llm.turns import Turns
+from jaxinfer.outputs import SCORING, Continuation, Score, request_output, score_of
 from jaxinfer.progress import phase
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -56,23 +58,33 @@ class LLM:
 
     `default_sampling` is what a request without SamplingParams gets: the model's own values, from its
     generation_config.json, and SamplingParams' defaults elsewhere.
+
+    Every request may have a `priority` (lower is served first; needs scheduling_policy "priority"), a
+    `cache_salt` (it shares the prefix cache only with those of the same salt) and a `timeout_s` (it ends with
+    "abort" that long after its arrival). For a batch each is one value for all, or a list of one per prompt.
     """
 
     def __init__(self, model: str, *, progress: bool | None = None, **engine_options: Any):
         config = EngineConfig.from_kwargs(**engine_options)
-        from jaxinfer import runtime  # imports jax, which takes a second: not before a model is wanted
+        trace = _open_trace(config)  # a path that cannot be written is told before minutes of loading
+        try:
+            from jaxinfer import runtime  # imports jax, which takes a second: not before a model is wanted
 
-        loaded = runtime.load(model, config, progress=progress)
-        self._set_up(
-            loaded.runner,
-            loaded.limits,
-            tokenizer=loaded.tokenizer,
-            chat_template=loaded.chat_template,
-            model_name=loaded.model_name,
-            model_config=loaded.model_config,
-            engine_config=loaded.engine_config,
-            default_sampling=loaded.default_sampling,
-        )
+            loaded = runtime.load(model, config, progress=progress)
+            self._set_up(
+                loaded.runner,
+                loaded.limits,
+                trace,
+                tokenizer=loaded.tokenizer,
+                chat_template=loaded.chat_template,
+                model_name=loaded.model_name,
+                model_config=loaded.model_config,
+                engine_config=loaded.engine_config,
+                default_sampling=loaded.default_sampling,
+            )
+        except BaseException:
+            trace.close()
+            raise
 
     @classmethod
     def from_parts(
@@ -92,14 +104,16 @@ class LLM:
         `tokenizer` and `chat_template` have the interface of `jaxinfer.text.Tokenizer` and `ChatTemplate`.
         """
         llm = cls.__new__(cls)
+        engine_config = engine_config or EngineConfig()
         llm._set_up(
             runner,
             limits,
+            _open_trace(engine_config),
             tokenizer=tokenizer,
             chat_template=chat_template,
             model_name=model_name,
             model_config=model_config,
-            engine_config=engine_config or EngineConfig(),
+            engine_config=engine_config,
             default_sampling=default_sampling or SamplingParams(),
         )
         return llm
@@ -108,6 +122,7 @@ class LLM:
         self,
         runner: Runner,
         limits: Limits,
+        trace: Trace,
         *,
         tokenizer: Any,
         chat_template: Any,
@@ -123,12 +138,32 @@ class LLM:
         self.model_config = model_config
         self.engine_config = engine_config
         self.default_sampling = default_sampling
-        self.engine = Engine(runner, limits, tokenizer, seed=engine_config.seed)
-        # Whoever waits for an answer runs a step, and files its events with all who wait.
-        self._lock = threading.Lock()
-        self._holder: int | None = None  # the thread that holds the lock
-        self._left: list[tuple[str, list[TokenEvent]]] = []  # requests that nobody waits for any more
-        self._mailboxes: dict[str, list[TokenEvent]] = {}
+        reason = _no_prefix_caching(limits, model_config)
+        if reason and engine_config.enable_prefix_caching:
+            logger.warning("%s: prefix caching is off: %s", model_name, reason)
+        self._structured = None if tokenizer is None else StructuredTokenizer(tokenizer, limits.vocab_size)
+        self.engine = Engine(
+            runner,
+            limits,
+            self._structured,
+            seed=engine_config.seed,
+            policy=engine_config.scheduling_policy,
+            prefix_caching=engine_config.enable_prefix_caching and not reason,
+            asynchronous=engine_config.async_scheduling,
+            trace=trace,
+        )
+        self._turns = Turns(self.engine)
+
+    def close(self) -> None:
+        """Complete the file of EngineConfig.trace. What runs goes on, untraced; again, it does nothing."""
+        trace, self.engine.trace = self.engine.trace, NO_TRACE
+        trace.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------------------------------- answers
 
@@ -137,6 +172,10 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: Sampling | Seq[Sampling] = None,
         progress: bool | None = None,
+        *,
+        priority: int | Seq[int] = 0,
+        cache_salt: str | Seq[str | None] | None = None,
+        timeout_s: float | Seq[float | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or several together; results are in the order of the prompts.
 
@@ -149,13 +188,20 @@ class LLM:
         """
         batch = as_batch(prompts)
         params = one_each(sampling_params, len(batch), "prompts")
-        return self._answer([self.prepare(p, s) for p, s in zip(batch, params, strict=True)], progress)
+        given = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        options = options_each(given, len(batch), "prompts")
+        requests = [self.prepare(p, s, **o) for p, s, o in zip(batch, params, options, strict=True)]
+        return self._answer(requests, progress)
 
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: Sampling | Seq[Sampling] = None,
         progress: bool | None = None,
+        *,
+        priority: int | Seq[int] = 0,
+        cache_salt: str | Seq[str | None] | None = None,
+        timeout_s: float | Seq[float | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role", "content"} messages.
@@ -166,24 +212,50 @@ class LLM:
         """
         batch = as_conversations(messages)
         params = one_each(sampling_params, len(batch), "conversations")
-        requests = [self.prepare_chat(m, s, **template_options) for m, s in zip(batch, params, strict=True)]
+        given = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        options = options_each(given, len(batch), "conversations")
+        requests = [
+            self.prepare_chat(m, s, **o, **template_options)
+            for m, s, o in zip(batch, params, options, strict=True)
+        ]
         return self._answer(requests, progress)
 
-    def stream(self, prompt: Prompt | Request, sampling_params: Sampling = None) -> Generator[TokenEvent]:
+    def score(self, texts: Prompt | Seq[Prompt], progress: bool | None = None) -> list[Score]:
+        """How likely each text (or list of token ids) is: the logprob of every token but the first, nll and
+        perplexity, in the order of the texts. A text is tokenised as a prompt is (BOS and all).
+
+        Raises RequestError, having started nothing, for a text of fewer than 2 tokens or more than
+        max_model_len - 1, and JaxInferError when a run fails on the device. Longer texts are scored in
+        windows, by the lab.
+        """
+        ids = [self.scored_ids(text, f"text {number}") for number, text in enumerate(as_batch(texts), 1)]
+        return [score_of(output) for output in self.generate(ids, SCORING, progress)]
+
+    def stream(
+        self,
+        prompt: Prompt | Request,
+        sampling_params: Sampling = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Generator[TokenEvent]:
         """Continue one prompt, or what `prepare` or `prepare_chat` made; yields its events as they come.
 
         Each of the n continuations ends with an event that has a finish_reason. Closing the iterator
         cancels the request. Raises RequestError at once when it cannot be served.
         """
-        if isinstance(prompt, Request):
-            if sampling_params is not None:
-                raise RequestError("a prepared request has its sampling_params already", "sampling_params")
-            return self._events([prompt])
-        return self._events([self.prepare(prompt, sampling_params)])
+        options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        if not isinstance(prompt, Request):
+            return self._turns.events([self.prepare(prompt, sampling_params, **options)])  # type: ignore[arg-type]
+        for name, value in {"sampling_params": sampling_params, **options}.items():
+            if value is not None and (name, value) != ("priority", 0):
+                raise RequestError(f"a prepared request has its {name} already", name)
+        return self._turns.events([prompt])
 
     def stats(self) -> dict[str, Any]:
         """What the engine counts: pages, sequences, steps, times (`Engine.stats`)."""
-        with self._turn():
+        with self._turns.turn():
             return self.engine.stats()
 
     def encode(self, text: str) -> list[int]:
@@ -195,16 +267,41 @@ class LLM:
 
     # ---------------------------------------------------------------------------------- preparing
 
-    def prepare(self, prompt: Prompt, sampling_params: Sampling = None) -> Request:
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Request:
         """Turn a prompt into a request with an id of its own; schedules nothing. Safe on any thread.
 
-        Raises RequestError for everything about it that the engine would refuse.
+        Raises RequestError for everything about it that the engine would refuse, a schema or grammar that
+        cannot be compiled included.
         """
+        options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        text = prompt if isinstance(prompt, str) else None
+        return self._request(self._ids(prompt), sampling_params, text, options)
+
+    def scored_ids(self, text: Prompt, name: str) -> list[int]:
+        """The token ids of a text that can be scored. Raises RequestError, with its `name`, if it cannot."""
+        ids, limit = self._ids(text), self.limits.max_model_len
+        if not 2 <= len(ids) < limit:
+            raise RequestError(
+                f"{name} has {len(ids)} tokens; a text is scored from 2 tokens on, up to {limit - 1} "
+                f"(max_model_len {limit}, less the one that is generated)",
+                "prompt",
+            )
+        return ids
+
+    def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self._request(self.encode(prompt), sampling_params, prompt)
+            return self.encode(prompt)
         if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
             raise RequestError(f"a prompt must be a string or a list of token ids, got {prompt!r}", "prompt")
-        return self._request([as_int(i) for i in prompt], sampling_params, None)
+        return [as_int(i) for i in prompt]
 
     def prepare_chat(
         self,
@@ -214,6 +311,9 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
         **template_options: Any,
     ) -> Request:
         """Turn a conversation into a request, through the model's chat template; as `prepare`.
@@ -228,7 +328,8 @@ class LLM:
             tools=tools,
             **template_options,
         )
-        return self._request(ids, sampling_params, None)
+        options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        return self._request(ids, sampling_params, None, options)
 
     def encode_chat(
         self,
@@ -276,20 +377,38 @@ class LLM:
         """
         return sampling_over(self.default_sampling, wanted)
 
-    def _request(self, ids: Seq[int], wanted: Sampling, prompt: str | None) -> Request:
+    def _request(
+        self, ids: Seq[int], wanted: Sampling, prompt: str | None, options: dict[str, Any]
+    ) -> Request:
         sampling = self.sampling(wanted)
         request = Request(
-            request_id=uuid.uuid4().hex, prompt_token_ids=tuple(ids), sampling=sampling, prompt=prompt
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=tuple(ids),
+            sampling=sampling,
+            prompt=prompt,
+            **options,
         )
         asked = isinstance(wanted, SamplingParams) or "max_tokens" in (wanted or {})
         if asked or sampling.max_tokens is None:
-            validate(request, self.limits, has_tokenizer=self.tokenizer is not None)
+            self._check(request)
             return request
         # The model's own max_tokens is no demand of this request: where less fits, less is generated.
         open_ended = dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=None))
-        most = validate(open_ended, self.limits, has_tokenizer=self.tokenizer is not None)
-        fitting = min(sampling.max_tokens, most)
+        fitting = min(sampling.max_tokens, self._check(open_ended))
         return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=fitting))
+
+    def _check(self, request: Request) -> int:
+        """`validate`, and what only this room knows of: the policy, and whether a structure compiles."""
+        most = validate(request, self.limits, has_tokenizer=self.tokenizer is not None)
+        if request.priority and self.engine_config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority {request.priority} has no effect where requests are served in order of arrival; "
+                'leave it out, or start with scheduling_policy "priority"',
+                "priority",
+            )
+        if request.sampling.structured and self._structured is not None:
+            self._structured.check_structure(request.sampling)
+        return most
 
     # ------------------------------------------------------------------------------------ running
 
@@ -297,95 +416,27 @@ class LLM:
         wanted = len(requests) > 1 and sys.stderr.isatty() if progress is None else progress
         answers = {r.request_id: [Continuation(index) for index in range(r.sampling.n)] for r in requests}
         with phase("generating", total=len(requests), wanted=wanted) as advance:
-            for event in self._events(requests):
+            for event in self._turns.events(requests):
                 parts = answers[event.request_id]
                 parts[event.index].add(event)
                 if event.finish_reason is not None and all(part.finish_reason for part in parts):
                     advance(1)
         return [request_output(r, answers[r.request_id]) for r in requests]
 
-    def _events(self, requests: list[Request]) -> Generator[TokenEvent]:
-        """Run requests together until all have ended; closing this cancels those that have not."""
-        mailbox: list[TokenEvent] = []
-        unfinished = {request.request_id: request.sampling.n for request in requests}
-        try:
-            with self._turn():
-                for request in requests:
-                    self.engine.add(request)
-                    self._mailboxes[request.request_id] = mailbox
-            while unfinished:
-                for event in self._news(mailbox):
-                    if event.finish_reason is not None:
-                        unfinished[event.request_id] -= 1
-                        if not unfinished[event.request_id]:
-                            del unfinished[event.request_id]
-                    yield event
-        finally:
-            self._left += [(request.request_id, mailbox) for request in requests]
-            # A garbage collection amid a step may close a forgotten stream: that step's turn clears up.
-            if self._holder != threading.get_ident():
-                with self._turn():
-                    pass
 
-    @contextlib.contextmanager
-    def _turn(self) -> Generator[None]:
-        """Hold the engine. Ctrl-C waits for the turn to end: amid a step it would tear pages and queues."""
-        with _interrupts_held_back(), self._lock:
-            self._holder = threading.get_ident()
-            try:
-                yield
-                self._clear_up()
-            finally:
-                self._holder = None
-
-    def _clear_up(self) -> None:
-        """Cancel what is unfinished of the requests that were left."""
-        cancelled = False
-        while self._left:
-            request_id, mailbox = self._left.pop()
-            # Else not ours: it was never added, or its id has been free and is another call's by now.
-            if self._mailboxes.get(request_id) is mailbox:
-                del self._mailboxes[request_id]
-                cancelled |= self.engine.cancel(request_id)
-        if cancelled and not self.engine.scheduler.has_unfinished:
-            self._step()  # only the ends of the cancelled are left to tell: then the engine is idle
-
-    def _news(self, mailbox: list[TokenEvent]) -> list[TokenEvent]:
-        """What has come into a mailbox; runs a step when it is empty."""
-        with self._turn():
-            if not mailbox:
-                if not self.engine.has_work:
-                    raise EngineDeadError("the engine ended without an answer to this request")
-                self._step()
-            news = mailbox.copy()
-            mailbox.clear()
-        return news
-
-    def _step(self) -> None:
-        for event in self.engine.step():
-            mailbox = self._mailboxes.get(event.request_id)
-            if mailbox is not None:  # None: cancelled; nobody reads its last words
-                mailbox.append(event)
+def _open_trace(config: EngineConfig) -> Trace:
+    return NO_TRACE if config.trace is None else FileTrace(config.trace)
 
 
-@contextlib.contextmanager
-def _interrupts_held_back() -> Generator[None]:
-    """On the main thread, deliver a Ctrl-C after the block instead of amid it; a second one at once."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        caught.append((number, frame))
-        if len(caught) > 1:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(caught) == 1:
-            handler(*caught[0])
+def _no_prefix_caching(limits: Limits, model: ModelConfig | None) -> str | None:
+    """Why K/V of one request is of no use to another that begins alike; None where it is."""
+    if limits.window is not None or (model is not None and model.window is not None):
+        return "every layer has a sliding window, and pages behind it are given back"
+    if model is not None and isinstance(model.rope, DynamicRope):
+        original = model.rope.original_max_position
+        if limits.max_model_len > original:
+            return (
+                f"with dynamic rope the K/V of a prompt depend on its length beyond {original} tokens, and "
+                f"max_model_len is {limits.max_model_len}"
+            )
+    return None

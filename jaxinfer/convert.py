@@ -71,6 +71,7 @@ def convert(
     checkpoint = checkpoints.open_checkpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)
     weights.check_names(config, checkpoint)
+    weights.warn_of_another_head(config, checkpoint)
     tensors = _tensors(config, checkpoint, dtype)
     total = sum(tensor.nbytes for tensor in tensors)
     texts, copies = _tokenizer_files(checkpoint)

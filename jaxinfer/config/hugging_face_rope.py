@@ -16,6 +16,9 @@ from jaxinfer.config.keys import Keys
 from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from jaxinfer.core import ConfigError
 
+MAX_THETA = 1e30
+"""Frequencies are float32: a theta near its limit would make them 0, and every position alike."""
+
 
 def rope_from_hf(config: Mapping[str, Any], default_theta: float, max_position: int) -> Rope:
     """Raises ConfigError for an unknown kind, a missing or unknown key, or spellings that contradict."""
@@ -28,6 +31,8 @@ def rope_from_hf(config: Mapping[str, Any], default_theta: float, max_position: 
     theta = keys.optional_number("rope_theta") or Keys(config, "config.json").number(
         "rope_theta", default_theta
     )
+    if not 1.0 < theta < MAX_THETA:
+        raise ConfigError(f"config.json: rope_theta must be above 1 and below {MAX_THETA:g}, got {theta!r}")
     for key in needed:
         if key not in scaling:
             raise ConfigError(f"{keys.where} has no {key!r}, which is needed")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -111,8 +111,13 @@ def check_names(config: ModelConfig, source: Source) -> None:
                     f"{source.path}: tensor {name!r} has shape {tuple(source.shape(name))}, expected {shape}"
                 )
     extra = {n for n in present - wanted if not n.endswith(_DERIVED_SUFFIXES)}
-    if config.tie_word_embeddings:
-        extra.discard(HEAD)
+    if config.tie_word_embeddings and HEAD in extra:
+        extra.remove(HEAD)
+        shape = (config.vocab_size, config.hidden_size)
+        if tuple(source.shape(HEAD)) != shape:
+            raise ConfigError(
+                f"{source.path}: tensor {HEAD!r} has shape {tuple(source.shape(HEAD))}, expected {shape}"
+            )
     if extra:
         shown = ", ".join(sorted(extra)[:5])
         raise ConfigError(f"{source.path}: {len(extra)} tensors that this model does not use: {shown}")
@@ -129,13 +134,13 @@ def load_params(
     """Read every parameter once, in its layout and dtype, straight to the device.
 
     `sharding` of a parameter says which part of it lies on which device (None: all on the default device);
-    only the parts of this process's devices are read, one after the other. Host memory above the loaded
-    parameters stays within the part being placed (on CPU that is the parameter itself) and
-    READ_BYTES of what is read. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
+    only the parts of this process's devices are read, each once, one after the other. Host memory above the
+    loaded parameters stays within the part being placed (on CPU that is the parameter itself) and READ_BYTES
+    of what is read. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
     extra or mis-shaped tensor.
     """
     check_names(config, source)
-    _warn_of_another_head(config, source)
+    warn_of_another_head(config, source)
 
     def read(parameter: Parameter) -> jax.Array:
         outputs, shape = parameter.outputs, parameter.shapes[0]
@@ -144,10 +149,8 @@ def load_params(
             value = jax.device_put(_read(parameter, layout, build.dtype, source))
         else:
             whole = layout.shape(outputs, shape[1]) if len(shape) == 2 else (outputs,)
-            value = jax.make_array_from_callback(
-                whole,
-                sharding(parameter),
-                lambda index: _read(parameter, layout, build.dtype, source, index or ()),
+            value = _place(
+                whole, sharding(parameter), lambda i: _read(parameter, layout, build.dtype, source, i)
             )
         on_tensor(1)
         return value
@@ -155,7 +158,27 @@ def load_params(
     return _fill(config, build, read)
 
 
-def _warn_of_another_head(config: ModelConfig, source: Source) -> None:
+def _place(
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> jax.Array:
+    """An array whose parts are read and put on their devices one by one; replicas share a reading."""
+    placed: dict[Any, jax.Array] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    by_part: dict[tuple, list[Any]] = {}
+    for device, index in indices.items():
+        by_part.setdefault(tuple(range(n)[s] for n, s in zip(shape, index or (), strict=True)), []).append(
+            device
+        )
+    for part, devices in by_part.items():
+        value = read(tuple(slice(r.start, r.stop) for r in part))
+        for device in devices:
+            placed[device] = jax.block_until_ready(jax.device_put(value, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, [placed[d] for d in indices])
+
+
+def warn_of_another_head(config: ModelConfig, source: Source) -> None:
     """A tied model may carry an lm_head, which is not used; if it is another, implementations disagree."""
     if not config.tie_word_embeddings or HEAD not in source.names():
         return

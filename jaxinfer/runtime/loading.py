@@ -73,9 +73,10 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     if source is not None and config.generation_config == "auto":
         sampling = default_sampling(source.generation_config, _generation_file(source))
     max_model_len = config.max_model_len or model_config.max_position
-    if max_model_len > model_config.max_position:
+    if max_model_len > model_config.longest_position:
         raise ConfigError(
-            f"max_model_len {max_model_len} is more than the model's own limit of {model_config.max_position}"
+            f"max_model_len {max_model_len} is more than the model's own limit of "
+            f"{model_config.longest_position}"
         )
     total = sum(1 for _ in weights.parameters(model_config))
     with phase(f"loading {name}", total=total, wanted=wanted) as advance:

@@ -57,6 +57,9 @@ def test_windows_of_each_family() -> None:
     assert windows(of("mistral")) == [4096] * 4
     assert windows(of("mistral", sliding_window=None)) == [None] * 4
     assert of("mistral", sliding_window=16).window == 16
+    mixed = of("ministral", sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2)
+    assert windows(mixed) == [16, None, 16, None]
+    assert windows(of("ministral")) == [4096] * 4
     for family in ("qwen2", "qwen3"):
         assert windows(of(family, sliding_window=16, max_window_layers=2)) == [None] * 4
         on = {"use_sliding_window": True, "sliding_window": 16}
@@ -96,6 +99,10 @@ def test_kv_heads_by_layer() -> None:
         ("gemma2", {}, "model_type 'gemma2'"),
         (7, {}, "model_type 7"),
         ("llama", {"num_experts": 8}, "num_experts"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ("llama", {"num_key_value_heads_per_layer": 2}, "num_key_value_heads_per_layer"),
         ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers"),
         ("llama", {"vocab_size": 2**40}, "vocab_size"),
         ("llama", {"hidden_size": 33}, "head_dim"),
@@ -132,6 +139,8 @@ def test_families_refuse_by_key(model_type: Any, keys: dict[str, Any], named: st
         ("rms_norm_eps", "x"),
         ("rms_norm_eps", float("nan")),
         ("rope_theta", "high"),
+        ("rope_theta", 1.0),
+        ("rope_theta", 1e60),
         ("rope_scaling", "x"),
         ("rope_scaling", {"type": "longrope", "factor": 2.0}),
         ("rope_scaling", {"type": "yarn", "factor": 0.5}),

@@ -70,6 +70,8 @@ def test_tied_heads() -> None:
     carried = tiny_params(TIED, {**tensors, "lm_head.weight": head})[1]
     jax.tree.map(np.testing.assert_array_equal, plain, carried)
     refuse(TINY, lambda tensors: tensors.pop("lm_head.weight"), r"no tensor 'lm_head\.weight'")
+    wrong = {"lm_head.weight": np.zeros((3, 5), np.float32)}
+    refuse(TIED, lambda tensors: tensors.update(wrong), r"'lm_head\.weight' has shape \(3, 5\)")
 
 
 def test_old_rotary_buffers_are_passed_over() -> None:

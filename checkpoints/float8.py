@@ -9,7 +9,7 @@
 
 The value is float8 x scale in each of them ("inv" is the inverse of what the quantiser multiplied by).
 Where the block size is not stated, transformers means its default, 128 x 128, and its scales end in "_inv";
-AutoFP8 and vLLM mean one scale for the tensor, which they call `weight_scale`: the name tells whose file it is.
+AutoFP8 and vLLM mean one scale for the tensor, named `weight_scale`: the name tells whose file it is.
 Sources: transformers' fine-grained fp8 quantiser and the compressed-tensors package, whose settings concern
 activations too; this project computes with the dequantised weights and unquantised activations, so settings
 and scales of activations (`input_scale`, `activation_scale`) change nothing here and are passed over.
@@ -58,7 +58,7 @@ Block = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Float8Scheme:
-    """What the scales of a checkpoint may be called, each name with the block that a scale then belongs to."""
+    """What the scales of a checkpoint may be called, each name with the block that its scale belongs to."""
 
     forms: tuple[tuple[str, Block], ...]
 

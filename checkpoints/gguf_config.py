@@ -224,7 +224,7 @@ def _check_special_ids(fields: _Fields, vocabulary: int) -> None:
         found = fields.optional_whole(key)
         if found is not None and found >= vocabulary:
             raise CheckpointError(
-                f"{fields.header.path}: key {key}: got {found}, which is outside the vocabulary of {vocabulary}"
+                f"{fields.header.path}: key {key}: got {found}, outside the vocabulary of {vocabulary}"
             )
 
 

@@ -126,7 +126,7 @@ class SafetensorsFolder:
         for other in sorted(self.path.glob("model*.safetensors")):
             if other.name not in wanted:
                 raise CheckpointError(
-                    f"{other}: {INDEX_FILE} lies beside it and does not name it; remove what is not the model's"
+                    f"{other}: {INDEX_FILE} lies beside it and does not name it; remove one of them"
                 )
         tensors: dict[str, StoredTensor] = {}
         for shard_name, names in wanted.items():

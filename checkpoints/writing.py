@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.regular_file import open_regular
 
 PARAMS = "params"
 MANIFEST = "jaxinfer.json"
@@ -84,7 +85,10 @@ def new_folder(destination: Path) -> Iterator[Path]:
         partial.chmod(0o777 & ~_umask())  # mkdtemp keeps others out
         yield partial
         check_free(destination)  # somebody else may have been quicker
+        for folder, _, _ in os.walk(partial):
+            _flush_folder(folder)
         partial.rename(destination)
+        _flush_folder(destination.parent)
     except OSError as error:
         raise _cannot_write(destination, error) from error
     finally:
@@ -121,6 +125,13 @@ def write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         _flush_to_disk(file)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file. Raises CheckpointError when `source` is none, OSError when writing fails."""
+    with open_regular(source) as old, target.open("wb") as new:
+        shutil.copyfileobj(old, new)
+        _flush_to_disk(new)
 
 
 def is_plain_name(name: str) -> bool:
@@ -331,6 +342,15 @@ def _flush_to_disk(file: Any | BinaryIO) -> None:
     """A folder renamed before its files are on disk could be there after a power cut, and they not."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def _flush_folder(folder: str | Path) -> None:
+    """The names in a folder are its data: they, and not the files alone, must be on disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _umask() -> int:

@@ -18,6 +18,7 @@ from checkpoints import CheckpointError
 from checkpoints.writing import (
     check_room,
     chunk_shape,
+    copy_file,
     new_folder,
     write_json,
     write_orbax,
@@ -116,6 +117,28 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
     with new_folder(tmp_path / "above" / "model") as partial:
         (partial / "whole").write_text("x")
     assert (tmp_path / "above" / "model").stat().st_mode & 0o777 == 0o777 & ~_umask()
+
+
+def test_everything_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, and the folders that name them, are flushed before the rename, and the folder above after it."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (done.append("rename"), rename(self, to)))
+    (tmp_path / "tokenizer.json").write_text("x" * 1000)
+    with new_folder(tmp_path / "model") as partial:
+        copy_file(tmp_path / "tokenizer.json", partial / "tokenizer.json")
+        (partial / "params").mkdir()
+        write_json(partial / "params" / "names.json", {})
+    files = {"tokenizer.json", "params", "params/names.json", "."}
+    at = done.index("rename")
+    assert {os.path.relpath(path, partial) for path in done[:at]} == files
+    assert done[at + 1 :] == [str(tmp_path)]
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "x" * 1000
+    with pytest.raises(CheckpointError, match=r"absent: cannot be read"):
+        copy_file(tmp_path / "absent", tmp_path / "copy")
 
 
 def _umask() -> int:

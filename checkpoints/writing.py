@@ -254,9 +254,9 @@ def database_spec(base: str) -> dict[str, Any]:
 
 
 def digest_of(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal digits."""
+    """The sha256 of a small file's bytes, in hexadecimal digits."""
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def params_files(params: Path) -> dict[str, int]:

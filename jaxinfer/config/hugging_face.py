@@ -169,6 +169,14 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "moe_num_experts": (None, 0, 1),
     "moe_intermediate_size": (None, 0),
     "head_dim_list": (None,),
+    "use_rope": (None, True),
+    "rope_ratio": (None, 1.0),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "attention_scale": (None,),
+    "sliding_window_pattern": (None,),
+    "pruned_heads": (None, {}, []),
+    "compression_config": (None,),
 }
 # Switches of one family that are no switches of the others, where they would be passed over.
 _OF_SOME: dict[str, tuple[str, ...]] = {
@@ -207,19 +215,29 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
             f"config.json: hidden_size {width} is not a multiple of num_attention_heads {heads}; "
             "such a model must state its head_dim"
         )
+    head_dim = width // heads if head_dim is None else head_dim
     bias = keys.flag("attention_bias")
+    qkv_bias = bias if family.qkv_bias is None else family.qkv_bias
+    # Keys of relatives that the classes here do not read -> what they do, which is what the key must say.
+    for key, done in {"qkv_bias": qkv_bias, "qk_norm": family.qk_norm, "rotary_dim": head_dim}.items():
+        value = config.get(key)
+        if value is not None and (value != done or isinstance(value, bool) != isinstance(done, bool)):
+            raise ConfigError(
+                f"config.json: {key} = {_shown(value)} is not supported for {family.architecture} here; "
+                f"allowed: {done!r} or no such key"
+            )
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=width,
         intermediate_size=keys.integer("intermediate_size"),
         num_heads=heads,
-        head_dim=width // heads if head_dim is None else head_dim,
+        head_dim=head_dim,
         layers=tuple(map(LayerConfig, kv_heads, windows, rotary)),
         max_position=_longest(rope, max_position),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope=rope,
         tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
-        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
         mlp_bias=keys.flag("mlp_bias") if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,10 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
         yield Parameter(("head", "weight"), (HEAD,), ((config.vocab_size, d),))
 
 
-# Tensors that checkpoints carry though the model derives them: tied heads, old rotary buffers.
-_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# Buffers that old checkpoints carry though the model derives them, of all layers or of one.
+_ROTARY_BUFFER = re.compile(
+    r"model\.(layers\.\d{1,4}\.(self_attn\.)?)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
 
 
 def check_names(config: ModelConfig, source: Source) -> None:
@@ -110,7 +113,7 @@ def check_names(config: ModelConfig, source: Source) -> None:
                 raise ConfigError(
                     f"{source.path}: tensor {name!r} has shape {tuple(source.shape(name))}, expected {shape}"
                 )
-    extra = {n for n in present - wanted if not n.endswith(_DERIVED_SUFFIXES)}
+    extra = {name for name in present - wanted if not _is_rotary_buffer(config, source, name)}
     if config.tie_word_embeddings and HEAD in extra:
         extra.remove(HEAD)
         shape = (config.vocab_size, config.hidden_size)
@@ -121,6 +124,16 @@ def check_names(config: ModelConfig, source: Source) -> None:
     if extra:
         shown = ", ".join(sorted(extra)[:5])
         raise ConfigError(f"{source.path}: {len(extra)} tensors that this model does not use: {shown}")
+
+
+def _is_rotary_buffer(config: ModelConfig, source: Source, name: str) -> bool:
+    """Whether a tensor is one of rotary embeddings as this model has them: of another width, they are not."""
+    match, shape = _ROTARY_BUFFER.fullmatch(name), tuple(source.shape(name))
+    if match is None:
+        return False
+    if match[3] == "inv_freq":
+        return shape == (config.head_dim // 2,)
+    return shape[-1:] == (config.head_dim,)
 
 
 def load_params(

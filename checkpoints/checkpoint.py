@@ -8,13 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from checkpoints.errors import CheckpointError, shown
-from checkpoints.regular_file import open_regular
+from checkpoints.regular_file import GGUF_MAGIC, open_regular
 from checkpoints.safetensors_folder import PICKLE_SUFFIXES, SafetensorsFolder, refuse_pickle
 from checkpoints.tokenizer_source import TokenizerSource
 from checkpoints.writing import ORBAX_METADATA, PARAMS
-
-MAGIC = b"GGUF"
-"""First bytes of every GGUF file."""
 
 ACCEPTED = "a folder with config.json and safetensors or an Orbax checkpoint, or a .gguf file"
 
@@ -73,8 +70,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.suffix in PICKLE_SUFFIXES:
         raise refuse_pickle(path)
     with open_regular(path) as file:
-        magic = file.read(len(MAGIC))
-    if magic == MAGIC or path.suffix == ".gguf":
+        magic = file.read(len(GGUF_MAGIC))
+    if magic == GGUF_MAGIC or path.suffix == ".gguf":
         from checkpoints.gguf_file import GGUFFile  # the package gguf is needed for such files alone
 
         return GGUFFile(path)

@@ -1,11 +1,15 @@
 """Weights stored as float8 with scales beside them, as `quantization_config` in config.json declares them.
 
     "fp8", weight_block_size [B, C]    X.weight_scale_inv [ceil(out/B), ceil(in/C)]   one scale for each block
-    "fp8", no weight_block_size        X.weight_scale, one number                     one for the tensor
+    "fp8", weight_block_size null      X.weight_scale_inv or X.weight_scale           one for the tensor
+    "fp8", no weight_block_size        X.weight_scale, one number, or                 one for the tensor, or
+                                         X.weight_scale_inv                             blocks of [128, 128]
     "compressed-tensors",              X.weight_scale: one number, [out, 1],          strategy "tensor",
       format "float-quantized"           or [ceil(out/B), ceil(in/C)]                 "channel", "block"
 
 The value is float8 x scale in each of them ("inv" is the inverse of what the quantiser multiplied by).
+Where the block size is not stated, transformers means its default, 128 x 128, and its scales end in "_inv";
+AutoFP8 and vLLM mean one scale for the tensor, named `weight_scale`: the name tells whose file it is.
 Sources: transformers' fine-grained fp8 quantiser and the compressed-tensors package, whose settings concern
 activations too; this project computes with the dequantised weights and unquantised activations, so settings
 and scales of activations (`input_scale`, `activation_scale`) change nothing here and are passed over.
@@ -34,6 +38,9 @@ _FP8_KEYS = {
     "quant_method", "activation_scheme", "fmt", "scale_fmt", "weight_block_size", "modules_to_not_convert",
     "ignored_layers", "dequantize",
 }  # fmt: skip
+_DEFAULT_BLOCK = (128, 128)
+# What transformers writes beside them -> the values under which it concerns no tensor of these models.
+_FP8_NEUTRAL: dict[str, tuple[Any, ...]] = {"modules_to_convert": (None, []), "expert_dtype": (None, "fp8")}
 # Keys that say something about the making of the file, or (targets, ignore) which tensors are quantised, and
 # that the types of the tensors tell.
 _COMPRESSED_KEYS = {
@@ -51,10 +58,14 @@ Block = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Float8Scheme:
-    """What the scales of a checkpoint are called, and the blocks that they may belong to."""
+    """What the scales of a checkpoint may be called, each name with the block that its scale belongs to."""
 
-    suffix: str
-    blocks: tuple[Block, ...]
+    forms: tuple[tuple[str, Block], ...]
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The names, without repeats."""
+        return tuple(dict.fromkeys(suffix for suffix, _ in self.forms))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +82,18 @@ def scheme_of(settings: Any) -> Float8Scheme | None:
     if not isinstance(settings, Mapping):
         return None
     if settings.get("quant_method") == "fp8":
-        if settings.keys() - _FP8_KEYS or settings.get("fmt") not in (None, "e4m3", "e5m2"):
+        if settings.keys() - _FP8_KEYS - _FP8_NEUTRAL.keys():
+            return None
+        if settings.get("fmt") not in (None, "e4m3", "e5m2"):
+            return None
+        if any(settings.get(key) not in neutral for key, neutral in _FP8_NEUTRAL.items()):
             return None
         size = settings.get("weight_block_size")
         if size is None:
-            return Float8Scheme(".weight_scale", (None,))
+            block = None if "weight_block_size" in settings else _DEFAULT_BLOCK
+            return Float8Scheme(((".weight_scale", None), (".weight_scale_inv", block)))
         block = _block(size)
-        return Float8Scheme(".weight_scale_inv", (block,)) if block else None
+        return Float8Scheme(((".weight_scale_inv", block),)) if block else None
     if settings.get("quant_method") == "compressed-tensors":
         return _compressed_scheme(settings)
     return None
@@ -117,7 +133,7 @@ def _compressed_scheme(settings: Mapping[str, Any]) -> Float8Scheme | None:
             blocks.append(None if strategy == "tensor" else (1, 0))
         else:
             return None
-    return Float8Scheme(".weight_scale", tuple(dict.fromkeys(blocks)))
+    return Float8Scheme(tuple((".weight_scale", block) for block in dict.fromkeys(blocks)))
 
 
 def _block(size: Any) -> tuple[int, int] | None:
@@ -137,24 +153,27 @@ def pair_scales(
     plain, scaled = dict(tensors), {}
     for name, stored in tensors.items():
         where = f"{stored.path}: tensor {shown(name)}"
-        if name.endswith((scheme.suffix, *ACTIVATION_SCALES)):
+        if name.endswith((*scheme.suffixes, *ACTIVATION_SCALES)):
             weight = name.rpartition(".")[0] + ".weight"
             if weight not in tensors or tensors[weight].type_name not in FLOAT8_TYPES:
                 raise CheckpointError(f"{where}: a scale, but there is no float8 tensor {shown(weight)}")
             del plain[name]
         elif stored.type_name in FLOAT8_TYPES:
-            expected = name.removesuffix(".weight") + scheme.suffix
-            scale = tensors.get(expected)
-            if scale is None or not name.endswith(".weight"):
-                raise CheckpointError(
-                    f"{where} of type {stored.type_name}: its scale {shown(expected)} is missing"
-                )
-            scaled[name] = Scaled(stored, scale, _block_of(scheme, stored, scale))
+            stem = name.removesuffix(".weight")
+            found = {suffix: tensors[stem + suffix] for suffix in scheme.suffixes if stem + suffix in tensors}
+            if not found or not name.endswith(".weight"):
+                expected = " or ".join(shown(stem + suffix) for suffix in scheme.suffixes)
+                raise CheckpointError(f"{where} of type {stored.type_name}: its scale {expected} is missing")
+            if len(found) > 1:
+                raise CheckpointError(f"{where}: got scales {' and '.join(found)}, expected one of them")
+            ((suffix, scale),) = found.items()
+            blocks = [block for name_of, block in scheme.forms if name_of == suffix]
+            scaled[name] = Scaled(stored, scale, _block_of(blocks, stored, scale))
             del plain[name]
     return plain, scaled
 
 
-def _block_of(scheme: Float8Scheme, stored: StoredTensor, scale: StoredTensor) -> tuple[int, int]:
+def _block_of(blocks: list[Block], stored: StoredTensor, scale: StoredTensor) -> tuple[int, int]:
     where = f"{scale.path}: tensor {shown(scale.name)}"
     if scale.type_name not in _SCALE_TYPES:
         raise CheckpointError(
@@ -167,7 +186,7 @@ def _block_of(scheme: Float8Scheme, stored: StoredTensor, scale: StoredTensor) -
         )
     rows, columns = stored.shape
     expected: list[tuple[int, ...]] = []
-    for block in scheme.blocks:
+    for block in blocks:
         if block is None:
             high, wide, shapes = rows, columns, [(), (1,)]
         elif block == (1, 0):

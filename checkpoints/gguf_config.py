@@ -49,8 +49,14 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 # Keys that change the arithmetic and have no counterpart here -> the values under which they change nothing.
+# Without any such value the key itself is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "moe_every_n_layers": (0,),
+    "interleave_moe_layer_step": (0,),
     "use_parallel_residual": (False,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
@@ -62,10 +68,34 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.temperature_scale": (0.0,),
+    "attention.temperature_length": (0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.value_scale": (0.0, 1.0),
+    "attention.q_lora_rank": (0,),
+    "attention.kv_lora_rank": (0,),
+    "attention.key_length_mla": (),
+    "attention.value_length_mla": (),
+    "attention.key_length_swa": (),
+    "attention.value_length_swa": (),
+    "attention.sliding_window_pattern": (),
+    "attention.shared_kv_layers": (0,),
+    "full_attention_interval": (),
+    "rope.freq_base_swa": (),
+    "rope.dimension_count_swa": (),
+    "rope.dimension_sections": (),
+    "rope.scaling.alpha": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "nextn_predict_layers": (0,),
+    "n_deepstack_layers": (0,),
+    "embedding_length_per_layer_input": (0,),
+    "altup.num_inputs": (0, 1),
+    "activation_sparsity_scale": (),
+    "swiglu_clamp_exp": (0.0,),
+    "swiglu_clamp_shexp": (0.0,),
+    "swin_norm": (False,),
 }
+_SPECIAL_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 # The published llama3 rope rules, (factor, low, high, original length): the file holds only the resulting
 # factors per frequency, so the rule is found again by computing what each would have written.
 _LLAMA3_RULES = tuple(
@@ -109,6 +139,9 @@ def translate_config(header: GGUFHeader) -> dict[str, Any]:
             f"allowed: {', '.join(ARCHITECTURES)}"
         )
     prefix = f"{architecture}."
+    kind = fields.text("general.type", "model")
+    if kind != "model":  # an adapter, a projector, a vocabulary alone, ...
+        raise CheckpointError(f"{path}: key general.type: got {quoted(kind)}, expected 'model'")
     if fields.whole("split.count", 1) > 1:
         raise CheckpointError(f"{path}: one part of a split GGUF; merge the parts first (gguf-split --merge)")
     _refuse_unknown_arithmetic(header, prefix)
@@ -133,6 +166,7 @@ def translate_config(header: GGUFHeader) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
+    _check_special_ids(fields, embedding.shape[0])
     eos_ids = end_token_ids(header)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture][0]],
@@ -172,11 +206,25 @@ def translate_config(header: GGUFHeader) -> dict[str, Any]:
 
 def _refuse_unknown_arithmetic(header: GGUFHeader, prefix: str) -> None:
     for key, neutral in _NEUTRAL.items():
-        value = header.fields.get(prefix + key, neutral[0])
+        if prefix + key not in header.fields:
+            continue
+        value = header.fields[prefix + key]
         if value not in neutral:
+            got = "an array" if isinstance(value, ArrayField) else quoted(value)
             raise CheckpointError(
-                f"{header.path}: key {prefix}{key}: got {quoted(value)}, which is not supported; "
-                f"allowed: {' or '.join(map(str, neutral))}"
+                f"{header.path}: key {prefix}{key}: got {got}, which is not supported; "
+                f"allowed: {' or '.join(map(str, neutral)) or 'no such key'}"
+            )
+
+
+def _check_special_ids(fields: _Fields, vocabulary: int) -> None:
+    """An id outside the vocabulary stands for nothing: a text would begin with it, or never end."""
+    for name in _SPECIAL_IDS:
+        key = f"tokenizer.ggml.{name}_token_id"
+        found = fields.optional_whole(key)
+        if found is not None and found >= vocabulary:
+            raise CheckpointError(
+                f"{fields.header.path}: key {key}: got {found}, outside the vocabulary of {vocabulary}"
             )
 
 
@@ -189,9 +237,10 @@ def end_token_ids(header: GGUFHeader) -> tuple[int, ...]:
 
 
 def _rope_scaling(header: GGUFHeader, fields: _Fields, prefix: str, head_dim: int) -> dict[str, Any] | None:
+    """As llama.cpp has it: without a type a factor is a linear one, with the type "none" it means nothing."""
     path = header.path
-    kind = fields.text(prefix + "rope.scaling.type", "none")
     factor = fields.real(prefix + "rope.scaling.factor", fields.real(prefix + "rope.scale_linear", 0.0))
+    kind = fields.text(prefix + "rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
     original = fields.optional_whole(prefix + "rope.scaling.original_context_length")
     attention = fields.real(prefix + "rope.scaling.attn_factor", 1.0)
     if kind != "yarn" and attention != 1.0:
@@ -205,9 +254,9 @@ def _rope_scaling(header: GGUFHeader, fields: _Fields, prefix: str, head_dim: in
                 f"{path}: both {ROPE_FACTORS} and rope scaling {quoted(kind)}; expected one"
             )
         return _llama3_scaling(header, fields.real(prefix + "rope.freq_base", 10000.0), head_dim)
-    if kind == "none" and factor in (0.0, 1.0):
+    if kind == "none":
         return None
-    if kind not in ("none", "linear", "yarn"):
+    if kind not in ("linear", "yarn"):
         raise CheckpointError(
             f"{path}: rope scaling {quoted(kind)} is not supported; allowed: none, linear, yarn"
         )

@@ -25,9 +25,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from checkpoints.errors import CheckpointError, quoted, shown
-from checkpoints.regular_file import map_whole, open_regular
+from checkpoints.regular_file import GGUF_MAGIC, map_whole, open_regular
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_STRING_BYTES = 64 * 1024 * 1024
@@ -82,8 +81,8 @@ class GGUFHeader:
         self.tensors: dict[str, TensorEntry] = {}
         with open_regular(path) as file:
             magic = file.read(4)
-        if magic != MAGIC:
-            raise CheckpointError(f"{path}: not a GGUF file: got magic {magic!r}, expected {MAGIC!r}")
+        if magic != GGUF_MAGIC:
+            raise CheckpointError(f"{path}: not a GGUF file: got magic {magic!r}, expected {GGUF_MAGIC!r}")
         self.buffer = map_whole(path)
         self.size = len(self.buffer)
         self._position = 4

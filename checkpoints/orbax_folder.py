@@ -1,7 +1,7 @@
 """A folder of config.json, tokenizer files and an Orbax checkpoint in `params`: weights read by part.
 
     DST/config.json, generation_config.json, tokenizer.json, ...   as in a Hugging Face folder
-    DST/jaxinfer.json                                              sizes of the files below (by `convert`)
+    DST/jaxinfer.json                                              what the files below are (by `convert`)
     DST/params/_METADATA                                           names of the tensors (Orbax)
     DST/params/manifest.ocdbt, DST/params/d/*                      the tensors (TensorStore)
 
@@ -19,6 +19,7 @@ chunks do when `convert` wrote them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -33,12 +34,14 @@ from checkpoints.json_file import MAX_INDEX_BYTES, read_json_object, read_option
 from checkpoints.parts import Index, checked_index, covering
 from checkpoints.tokenizer_source import FolderTokenizerSource, folder_tokenizer_source
 from checkpoints.writing import (
+    DATABASE,
     DTYPES,
     MANIFEST,
     MANIFEST_FORMAT,
     ORBAX_METADATA,
     PARAMS,
     database_spec,
+    digest_of,
     is_plain_name,
     params_files,
 )
@@ -153,15 +156,21 @@ class OrbaxFolder:
 
 
 def _check_files(path: Path) -> None:
-    """Compares `params` with the manifest, when there is one: a truncated file is known before it is read."""
+    """Compares `params` with the manifest, when there is one: a truncated file is known before it is read,
+    and files of another checkpoint are not taken for this one's."""
     present = params_files(path / PARAMS)
-    if not (path / MANIFEST).exists():
+    if not os.path.lexists(path / MANIFEST):
         return  # saved by Orbax itself
     manifest = read_json_object(path / MANIFEST)
     if manifest.get("format") != MANIFEST_FORMAT or not isinstance(manifest.get("params"), dict):
         raise CheckpointError(
             f"{path / MANIFEST}: got format {quoted(manifest.get('format'))}, expected {MANIFEST_FORMAT} and "
-            "an object under params"
+            "an object under params; convert the model again"
+        )
+    unlisted = sorted(present.keys() - manifest["params"].keys())
+    if unlisted:
+        raise CheckpointError(
+            f"{path / PARAMS}: file {shown(unlisted[0])} is not in {MANIFEST}, so another checkpoint's"
         )
     for name, size in manifest["params"].items():
         if name not in present:
@@ -170,6 +179,12 @@ def _check_files(path: Path) -> None:
             raise CheckpointError(
                 f"{path / PARAMS / name}: got {present[name]} bytes, expected {quoted(size)}"
             )
+    got = digest_of(path / PARAMS / DATABASE)
+    if got != manifest.get("sha256"):
+        raise CheckpointError(
+            f"{path / PARAMS / DATABASE}: got sha256 {got}, expected {quoted(manifest.get('sha256'))} as in "
+            f"{MANIFEST}; it is another checkpoint's, or damaged"
+        )
 
 
 def _read_metadata(path: Path) -> tuple[str, list[str]]:

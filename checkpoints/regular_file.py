@@ -14,6 +14,9 @@ from typing import BinaryIO
 
 from checkpoints.errors import CheckpointError
 
+GGUF_MAGIC = b"GGUF"
+"""First bytes of every GGUF file."""
+
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
@@ -34,6 +37,17 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(number)
         raise CheckpointError(f"{path}: cannot be read (a folder, pipe or device; expected a regular file)")
     return os.fdopen(number, "rb")
+
+
+def is_present(path: Path) -> bool:
+    """Whether there is a regular file at `path`, links followed; False when there is nothing of that name.
+
+    Raises CheckpointError for what is there and cannot be read: a link to nowhere, a folder, a pipe.
+    """
+    if not os.path.lexists(path):
+        return False
+    open_regular(path).close()
+    return True
 
 
 def read_whole(path: Path, most_bytes: int) -> bytes:

@@ -106,7 +106,7 @@ class SafetensorsFolder:
 
     def _tensors_of_folder(self, index: Path, single: Path) -> dict[str, StoredTensor]:
         if index.exists() or index.is_symlink():
-            return self._tensors_of_index(index, single)
+            return self._tensors_of_index(index)
         if single.exists() or single.is_symlink():
             return read_header(single)
         pickles = sorted(item for item in self.path.iterdir() if item.suffix in PICKLE_SUFFIXES)
@@ -114,7 +114,7 @@ class SafetensorsFolder:
             raise refuse_pickle(pickles[0])
         raise CheckpointError(f"{self.path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}")
 
-    def _tensors_of_index(self, index: Path, single: Path) -> dict[str, StoredTensor]:
+    def _tensors_of_index(self, index: Path) -> dict[str, StoredTensor]:
         weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index}: expected an object under the key weight_map")
@@ -122,10 +122,12 @@ class SafetensorsFolder:
         for name, shard_name in weight_map.items():
             self._check_shard_name(index, name, shard_name)
             wanted.setdefault(shard_name, set()).add(name)
-        if SINGLE_FILE not in wanted and single.exists():
-            raise CheckpointError(
-                f"{single}: {INDEX_FILE} lies beside it and does not name it; expected one of the two"
-            )
+        # Beside the index they are shards of another save, or of none; consolidated.* and adapter_* are not.
+        for other in sorted(self.path.glob("model*.safetensors")):
+            if other.name not in wanted:
+                raise CheckpointError(
+                    f"{other}: {INDEX_FILE} lies beside it and does not name it; remove one of them"
+                )
         tensors: dict[str, StoredTensor] = {}
         for shard_name, names in wanted.items():
             shard = self.path / shard_name

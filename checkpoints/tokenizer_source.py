@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError, quoted
+from checkpoints.regular_file import is_present
+
+UNREAD_TOKENIZERS = (
+    "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model", "tokenizer.tiktoken",
+    "qwen.tiktoken", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Tokenizers of other kinds: how they cut text is in the code of their classes, and not read here."""
 
 
 @dataclass(frozen=True)
 class FolderTokenizerSource:
     """The tokenizer files of a Hugging Face folder; a path is None when that file is absent.
 
+    `chat_template` is chat_template.jinja or, where that is absent, chat_template.json.
     `bos_token_id` and `eos_token_ids` come from generation_config.json, else from config.json.
     """
 
@@ -74,11 +82,12 @@ def folder_tokenizer_source(
 ) -> FolderTokenizerSource:
     """The tokenizer files in a folder, and the special ids that its two configurations state.
 
-    Raises CheckpointError when bos_token_id or eos_token_id are not token ids.
+    Raises CheckpointError when bos_token_id or eos_token_id are not token ids, when one of the files is there
+    and cannot be read (a link to nowhere, a folder, a pipe), and for a tokenizer of another kind alone.
     """
 
     def present(file_name: str) -> Path | None:
-        return folder / file_name if (folder / file_name).is_file() else None
+        return folder / file_name if is_present(folder / file_name) else None
 
     def configured(key: str) -> tuple[int, ...]:
         value, file = generation_config.get(key), "generation_config.json"
@@ -87,11 +96,20 @@ def folder_tokenizer_source(
         return token_id_tuple(value, f"{folder / file}: key {key}")
 
     bos = configured("bos_token_id")
+    tokenizer_json, sentencepiece_model = present("tokenizer.json"), present("tokenizer.model")
+    if tokenizer_json is None and sentencepiece_model is None:
+        other = next((name for name in UNREAD_TOKENIZERS if present(name)), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{folder / other}: this kind of tokenizer is not read; write a tokenizer.json "
+                "with transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), or "
+                "remove the file to serve token ids alone"
+            )
     return FolderTokenizerSource(
-        tokenizer_json=present("tokenizer.json"),
-        sentencepiece_model=present("tokenizer.model"),
+        tokenizer_json=tokenizer_json,
+        sentencepiece_model=sentencepiece_model,
         tokenizer_config=present("tokenizer_config.json"),
-        chat_template=present("chat_template.jinja"),
+        chat_template=present("chat_template.jinja") or present("chat_template.json"),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=configured("eos_token_id"),
     )

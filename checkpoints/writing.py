@@ -11,12 +11,15 @@ it is not there. Tensors are read one after the other, when their turn has come.
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +28,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.regular_file import open_regular
 
 PARAMS = "params"
 MANIFEST = "jaxinfer.json"
-MANIFEST_FORMAT = "jaxinfer-params-1"
+MANIFEST_FORMAT = "jaxinfer-params-2"
+DATABASE = "manifest.ocdbt"
 ORBAX_METADATA = "_METADATA"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Types of tensors that are written, and their names in safetensors."""
@@ -84,11 +89,24 @@ def new_folder(destination: Path) -> Iterator[Path]:
         partial.chmod(0o777 & ~_umask())  # mkdtemp keeps others out
         yield partial
         check_free(destination)  # somebody else may have been quicker
+        for folder, _, _ in os.walk(partial):
+            _flush_folder(folder)
         partial.rename(destination)
+        _flush_folder(destination.parent)
     except OSError as error:
         raise _cannot_write(destination, error) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder to the end, however often Ctrl-C is pressed; half a minute is enough for any disk."""
+    until = time.monotonic() + 30.0
+    while os.path.lexists(folder) and time.monotonic() < until:
+        with contextlib.suppress(KeyboardInterrupt):
+            shutil.rmtree(folder, ignore_errors=True)
+            if os.path.lexists(folder):
+                time.sleep(0.02)
 
 
 def check_free(destination: Path) -> None:
@@ -121,6 +139,13 @@ def write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         _flush_to_disk(file)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file. Raises CheckpointError when `source` is none, OSError when writing fails."""
+    with open_regular(source) as old, target.open("wb") as new:
+        shutil.copyfileobj(old, new)
+        _flush_to_disk(new)
 
 
 def is_plain_name(name: str) -> bool:
@@ -161,7 +186,8 @@ def write_safetensors(
 def write_orbax(
     folder: Path, tensors: Sequence[PendingTensor], on_bytes: OnBytes = lambda count: None
 ) -> None:
-    """An Orbax checkpoint {name: array} in `folder`/params, and the sizes of its files in jaxinfer.json.
+    """An Orbax checkpoint {name: array} in `folder`/params; jaxinfer.json has the sizes of its files and the
+    hash of its manifest, which names everything else by random names and places.
 
     One zarr3 array per tensor in one OCDBT database, every chunk with a crc32c and uncompressed: zstd makes
     SmolLM2's dequantised 538 MB 333, but they take twice as long to read. Written with TensorStore, not with
@@ -187,18 +213,15 @@ def write_orbax(
             "store_data_equal_to_fill_value": True,  # so that a chunk that is not there was lost
         }
         values = tensor.values()
-        with _tensorstore_errors():
-            store = ts.open(spec, create=True, context=context, transaction=transaction).result()
-            store.write(values).result()
+        opening = ts.open(spec, create=True, context=context, transaction=transaction)
+        _finished(_finished(opening).write(values))
         del values  # the transaction has its own copy
         on_bytes(tensor.nbytes)
         waiting += tensor.nbytes
         if waiting >= _COMMIT_BYTES:
-            with _tensorstore_errors():
-                transaction.commit_async().result()
+            _finished(transaction.commit_async())
             transaction, waiting = ts.Transaction(), 0
-    with _tensorstore_errors():
-        transaction.commit_async().result()
+    _finished(transaction.commit_async())
     tree = {
         str((tensor.name,)): {
             "key_metadata": [{"key": tensor.name, "key_type": 2}],  # 2: the key of a dict
@@ -217,13 +240,23 @@ def write_orbax(
     # When and by whom it was saved; Orbax warns where the file is absent, and takes null for an answer.
     nothing = {"item_handlers": None, "init_timestamp_nsecs": None, "commit_timestamp_nsecs": None}
     write_json(params / "_CHECKPOINT_METADATA", nothing)
-    manifest = {"format": MANIFEST_FORMAT, "params": params_files(params)}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "params": params_files(params),
+        "sha256": digest_of(params / DATABASE),
+    }
     write_json(folder / MANIFEST, manifest)
 
 
 def database_spec(base: str) -> dict[str, Any]:
     """TensorStore's words for the database in the folder `base` (ends with a slash)."""
     return {"driver": "ocdbt", "base": {"driver": "file", "path": base}}
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a small file's bytes, in hexadecimal digits."""
+    with open_regular(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def params_files(params: Path) -> dict[str, int]:
@@ -257,13 +290,28 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> list[int]:
     return chunk
 
 
-@contextlib.contextmanager
-def _tensorstore_errors() -> Iterator[None]:
-    """TensorStore raises ValueError for everything; here it is always the disk."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+def _finished(future: Any) -> Any:
+    """The result of TensorStore's work, as OSError when it fails: it raises ValueError for everything, and
+    here it is always the disk.
+
+    Who presses Ctrl-C waits for what is being written: TensorStore's threads would go on, and make the folder
+    anew that is being removed.
+    """
     try:
-        yield
+        return future.result()
     except ValueError as error:
-        raise OSError(str(error).partition(" [")[0]) from None
+        text = str(error)
+        for number in _DISK_ERRORS:
+            if os.strerror(number) in text:
+                raise OSError(number, os.strerror(number)) from None
+        raise OSError(text.splitlines()[0].partition(" [")[0][:300]) from None
+    finally:
+        while not future.done():
+            with contextlib.suppress(KeyboardInterrupt, ValueError):
+                future.result()
 
 
 def _zarr_metadata(tensor: PendingTensor) -> dict[str, Any]:
@@ -331,6 +379,15 @@ def _flush_to_disk(file: Any | BinaryIO) -> None:
     """A folder renamed before its files are on disk could be there after a power cut, and they not."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def _flush_folder(folder: str | Path) -> None:
+    """The names in a folder are its data: they, and not the files alone, must be on disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _umask() -> int:

@@ -9,7 +9,6 @@ tokenizer and chat template. Tensors go one by one, so host memory stays near th
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,12 +17,14 @@ import numpy as np
 
 import checkpoints
 from checkpoints import writing
+from checkpoints.regular_file import is_present
 from checkpoints.writing import DEFAULT_SHARD_BYTES, PendingTensor
 from jaxinfer.config import ModelConfig
 from jaxinfer.core import ConfigError
 from jaxinfer.model import weights
 from jaxinfer.progress import phase
-from jaxinfer.text.errors import TokenizerError
+from jaxinfer.text.chat import find_template
+from jaxinfer.text.errors import ChatTemplateError, TokenizerError
 from jaxinfer.text.export import hugging_face_files
 from jaxinfer.text.tokenizer import load_tokenizer
 
@@ -31,8 +32,8 @@ Format = Literal["orbax", "safetensors"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
-    "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 _SPARE_BYTES = 32_000_000
 """Room for the small files: the largest tokenizers have some 20 MB."""
@@ -71,6 +72,7 @@ def convert(
     checkpoint = checkpoints.open_checkpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)
     weights.check_names(config, checkpoint)
+    weights.warn_of_another_head(config, checkpoint)
     tensors = _tensors(config, checkpoint, dtype)
     total = sum(tensor.nbytes for tensor in tensors)
     texts, copies = _tokenizer_files(checkpoint)
@@ -90,7 +92,7 @@ def convert(
         for name, text in texts.items():
             writing.write_text(folder / name, text)
         for file in copies:
-            shutil.copyfile(file, folder / file.name)
+            writing.copy_file(file, folder / file.name)
     return destination
 
 
@@ -160,7 +162,8 @@ def _tokenizer_files(checkpoint: checkpoints.Checkpoint) -> tuple[dict[str, str]
         if isinstance(source, checkpoints.GGUFTokenizerSource):
             return hugging_face_files(source, max_length=checkpoint.config.get("max_position_embeddings")), []
         load_tokenizer(source)  # None, without one: such a model is served token ids
-    except TokenizerError as error:
+        find_template(source)
+    except (TokenizerError, ChatTemplateError) as error:
         raise ConfigError(f"{checkpoint.path}: the tokenizer cannot be converted: {error}") from error
     files = [checkpoint.path / name for name in TOKENIZER_FILES]
-    return {}, [file for file in files if file.is_file()]
+    return {}, [file for file in files if is_present(file)]

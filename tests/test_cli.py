@@ -142,6 +142,25 @@ def test_prompts_may_be_token_ids(run):
     assert json.loads(run("generate", "m", "104 105", "--token-ids", "--json")[1])["prompt"] is None
 
 
+def test_shards_have_one_default():
+    from checkpoints.writing import DEFAULT_SHARD_BYTES
+    from jaxinfer.cli.convert import Convert
+
+    assert Convert("a", "b").max_shard_gb * 1e9 == DEFAULT_SHARD_BYTES
+
+
+def test_a_model_without_tokenizer_answers_in_ids(run, monkeypatch: pytest.MonkeyPatch):
+    real = LLM.from_parts
+    monkeypatch.setattr(
+        LLM,
+        "from_parts",
+        lambda *parts, **rest: real(*parts, **{**rest, "tokenizer": None, "chat_template": None}),
+    )
+    ids = ",".join(map(str, (*HELLO.encode(), 257)))
+    assert run("generate", "m", "104,105", "--token-ids")[:2] == (0, ids + "\n")
+    assert run("generate", "m", "104,105", "104,105", "--token-ids")[1].split() == [ids, "-" * 40, ids]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -230,6 +230,12 @@ def refusals(tmp_path: Path) -> dict[str, tuple[Any, Any, dict[str, Any], str]]:
     odd = tmp_path / "odd"
     shutil.copytree(STORIES, odd)
     (odd / "tokenizer.json").write_text("{}")
+    lost = tmp_path / "lost"
+    shutil.copytree(STORIES, lost)
+    (lost / "added_tokens.json").symlink_to("nowhere")
+    shapeless = tmp_path / "shapeless"
+    shutil.copytree(STORIES, shapeless)
+    (shapeless / "tokenizer_config.json").write_text('{"chat_template": 7}')
     lacking = folder_with(tmp_path / "lacking", {"model.norm.weight": None}, {})
     misshapen = folder_with(tmp_path / "misshapen", {"model.norm.weight": np.ones(3, np.float32)}, {})
     foreign = folder_with(tmp_path / "foreign", {"model/x": None}, {"architectures": ["Other"]})
@@ -250,6 +256,13 @@ def refusals(tmp_path: Path) -> dict[str, tuple[Any, Any, dict[str, Any], str]]:
         "dtype": (source, new, {"dtype": "int8"}, "dtype must be one of auto, float32.*got 'int8'"),
         "shard": (source, new, {"max_shard_bytes": 0}, "max_shard_bytes must be 1 or more"),
         "odd tokenizer": (odd, new, {}, r"odd: the tokenizer cannot be converted.*tokenizer\.json"),
+        "lost file": (lost, new, {}, r"lost/added_tokens\.json: cannot be read"),
+        "odd template": (
+            shapeless,
+            new,
+            {},
+            r"shapeless: the .*tokenizer_config\.json: chat_template",
+        ),
         "lacking": (lacking, new, {}, r"model\.norm\.weight"),
         "misshapen": (misshapen, new, {}, r"model\.norm\.weight.*shape"),
         "foreign": (foreign, new, {}, "Other"),

@@ -23,7 +23,7 @@ class Convert:
     """orbax loads straight to devices, each its own part; safetensors opens in every other tool."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; auto keeps each as it is (block-quantised ones become float32)."""
-    max_shard_gb: float = 5.0
+    max_shard_gb: float = 2.0
     """Largest file of safetensors, in GB."""
 
     def run(self) -> int:

@@ -42,7 +42,8 @@ class Generate:
             return self._generate(llm, prompts, sampling)
 
     def _generate(self, llm: LLM, prompts: list[str | list[int]], sampling: dict[str, Any]) -> int:
-        if len(prompts) == 1 and sampling.get("n", 1) == 1 and not self.json:
+        has_text = llm.tokenizer is not None
+        if len(prompts) == 1 and sampling.get("n", 1) == 1 and not self.json and has_text:
             return self._stream(llm, llm.prepare(prompts[0], sampling))
         outputs = llm.generate(prompts, sampling)
         for number, output in enumerate(outputs):
@@ -52,7 +53,7 @@ class Generate:
             for choice in output.outputs:
                 if number or choice.index:
                     print("-" * 40)
-                print(choice.text)
+                print(choice.text if has_text else ",".join(map(str, choice.token_ids)))
         failed = [c for o in outputs for c in o.outputs if c.finish_reason in ("error", "abort")]
         for choice in failed:
             say_error(choice.error or f"a prompt ended with {choice.finish_reason}")

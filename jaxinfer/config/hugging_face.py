@@ -101,6 +101,10 @@ FAMILIES: dict[str, Family] = {
         "MistralForCausalLM", _one_window, qkv_bias=False, output_bias=False, mlp_bias=False,
         kv_heads=8, max_position=131072,
     ),
+    "ministral": Family(
+        "MinistralForCausalLM", _one_window, qkv_bias=False, output_bias=False, mlp_bias=False,
+        kv_heads=8, max_position=131072,
+    ),
     "qwen2": Family(
         "Qwen2ForCausalLM", _windows_of_upper_layers, qkv_bias=True, output_bias=False, mlp_bias=False,
         kv_heads=32,
@@ -115,7 +119,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 """model_type -> family."""
 
-# Keys of relatives that change the arithmetic -> the values under which they change nothing.
+# Keys that change the arithmetic of relatives, or of variants -> the values under which they change nothing.
 _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "hidden_act": (None, "silu", "swish"),
@@ -148,6 +152,37 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "block_configs": (None,),
     "num_kv_shared_layers": (None, 0),
     "layernorm_type": (None, "rmsnorm"),
+    "norm_type": (None, "rmsnorm"),
+    "dual_chunk_attention_config": (None,),
+    "logit_softcapping": (None,),
+    "embedding_scale": (None, 1.0),
+    "embed_scale": (None, 1.0),
+    "residual_scale": (None, 1.0),
+    "scale_embeddings": (None, False),
+    "lm_head_multiplier": (None, 1.0),
+    "use_parallel_residual": (None, False),
+    "parallel_attn": (None, False),
+    "use_post_norm": (None, False),
+    "attn_output_gate": (None, False),
+    "v_head_dim": (None,),
+    "rope_interleaved": (None, False),
+    "moe_num_experts": (None, 0, 1),
+    "moe_intermediate_size": (None, 0),
+    "head_dim_list": (None,),
+    "use_rope": (None, True),
+    "rope_ratio": (None, 1.0),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "attention_scale": (None,),
+    "sliding_window_pattern": (None,),
+    "pruned_heads": (None, {}, []),
+    "compression_config": (None,),
+}
+# Switches of one family that are no switches of the others, where they would be passed over.
+_OF_SOME: dict[str, tuple[str, ...]] = {
+    "use_sliding_window": ("qwen2", "qwen3", "smollm3"),
+    "no_rope_layers": ("smollm3",),
+    "no_rope_layer_interval": ("smollm3",),
 }
 
 
@@ -159,6 +194,12 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         value = config.get(key)
         if not any(value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless):
             raise ConfigError(f"config.json: {key} = {_shown(value)} is not supported; allowed: {harmless}")
+    for key, families in _OF_SOME.items():
+        if config.get(key) and family not in [FAMILIES[name] for name in families]:
+            raise ConfigError(
+                f"config.json: {key} = {_shown(config[key])} means nothing to {family.architecture}; "
+                f"it belongs to {', '.join(families)}"
+            )
     heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     layers = keys.integer("num_hidden_layers")
     if layers > MAX_LAYERS:
@@ -174,19 +215,29 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
             f"config.json: hidden_size {width} is not a multiple of num_attention_heads {heads}; "
             "such a model must state its head_dim"
         )
+    head_dim = width // heads if head_dim is None else head_dim
     bias = keys.flag("attention_bias")
+    qkv_bias = bias if family.qkv_bias is None else family.qkv_bias
+    # Keys of relatives that the classes here do not read -> what they do, which is what the key must say.
+    for key, done in {"qkv_bias": qkv_bias, "qk_norm": family.qk_norm, "rotary_dim": head_dim}.items():
+        value = config.get(key)
+        if value is not None and (value != done or isinstance(value, bool) != isinstance(done, bool)):
+            raise ConfigError(
+                f"config.json: {key} = {_shown(value)} is not supported for {family.architecture} here; "
+                f"allowed: {done!r} or no such key"
+            )
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=width,
         intermediate_size=keys.integer("intermediate_size"),
         num_heads=heads,
-        head_dim=width // heads if head_dim is None else head_dim,
+        head_dim=head_dim,
         layers=tuple(map(LayerConfig, kv_heads, windows, rotary)),
         max_position=_longest(rope, max_position),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope=rope,
         tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
-        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
         mlp_bias=keys.flag("mlp_bias") if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
@@ -228,6 +279,8 @@ def _kv_heads(keys: Keys, family: Family, heads: int, layers: int) -> list[int]:
     and GGUF write it) or `num_key_value_heads_per_layer` (DeciLM's key)."""
     for key in ("num_key_value_heads_per_layer", "num_key_value_heads"):
         value = keys.config.get(key)
+        if key.endswith("per_layer") and value is not None and not isinstance(value, list):
+            raise ConfigError(f"config.json: {key} must be a list with a number for each layer")
         if isinstance(value, list):
             if len(value) != layers:
                 raise ConfigError(f"config.json: {key} lists {len(value)} numbers for {layers} layers")

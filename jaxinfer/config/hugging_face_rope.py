@@ -8,6 +8,7 @@ Keys and defaults are those of transformers' modeling_rope_utils.py.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,11 @@ from typing import Any
 from jaxinfer.config.keys import Keys
 from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from jaxinfer.core import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_THETA = 1e30
+"""Frequencies are float32: a theta near its limit would make them 0, and every position alike."""
 
 
 def rope_from_hf(config: Mapping[str, Any], default_theta: float, max_position: int) -> Rope:
@@ -28,6 +34,8 @@ def rope_from_hf(config: Mapping[str, Any], default_theta: float, max_position: 
     theta = keys.optional_number("rope_theta") or Keys(config, "config.json").number(
         "rope_theta", default_theta
     )
+    if not 1.0 < theta < MAX_THETA:
+        raise ConfigError(f"config.json: rope_theta must be above 1 and below {MAX_THETA:g}, got {theta!r}")
     for key in needed:
         if key not in scaling:
             raise ConfigError(f"{keys.where} has no {key!r}, which is needed")
@@ -41,7 +49,13 @@ def rope_from_hf(config: Mapping[str, Any], default_theta: float, max_position: 
         raise ConfigError(f"{keys.where} has unknown keys {sorted(unknown)}")
     # Some state the length they were trained for beside the scaling; transformers prefers that one.
     stated = Keys(config, "config.json").optional_integer("original_max_position_embeddings")
-    original = stated or keys.optional_integer("original_max_position_embeddings") or max_position
+    stated = stated or keys.optional_integer("original_max_position_embeddings")
+    if kind == "llama3" and stated is None:
+        logger.warning(
+            "%s states no original_max_position_embeddings: max_position_embeddings %d is taken for it",
+            keys.where, max_position,
+        )  # fmt: skip
+    original = stated or max_position
     return make(theta, keys, original, max_position)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.config.rope import DynamicRope, Rope
+from jaxinfer.config.rope import DynamicRope, LinearRope, Rope
 from jaxinfer.core import ConfigError
 
 
@@ -81,6 +82,14 @@ class ModelConfig:
         """The largest window of all layers: K/V further back are never read again. None: a layer sees all."""
         windows = [layer.window for layer in self.layers]
         return None if None in windows else max(w for w in windows if w is not None)
+
+    @property
+    def longest_position(self) -> int:
+        """The longest text that may be asked for. Of linear scaling some configs state the length before it
+        and some after, so that `max_position` is only what is safe to assume."""
+        if isinstance(self.rope, LinearRope):
+            return max(self.max_position, math.floor(self.rope.factor * self.max_position))
+        return self.max_position
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V of one token: 2 · H · itemsize · (K summed over layers)."""

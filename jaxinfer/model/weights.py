@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +91,10 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
         yield Parameter(("head", "weight"), (HEAD,), ((config.vocab_size, d),))
 
 
-# Tensors that checkpoints carry though the model derives them: tied heads, old rotary buffers.
-_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# Buffers that old checkpoints carry though the model derives them, of all layers or of one.
+_ROTARY_BUFFER = re.compile(
+    r"model\.(layers\.\d{1,4}\.(self_attn\.)?)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
 
 
 def check_names(config: ModelConfig, source: Source) -> None:
@@ -110,12 +113,27 @@ def check_names(config: ModelConfig, source: Source) -> None:
                 raise ConfigError(
                     f"{source.path}: tensor {name!r} has shape {tuple(source.shape(name))}, expected {shape}"
                 )
-    extra = {n for n in present - wanted if not n.endswith(_DERIVED_SUFFIXES)}
-    if config.tie_word_embeddings:
-        extra.discard(HEAD)
+    extra = {name for name in present - wanted if not _is_rotary_buffer(config, source, name)}
+    if config.tie_word_embeddings and HEAD in extra:
+        extra.remove(HEAD)
+        shape = (config.vocab_size, config.hidden_size)
+        if tuple(source.shape(HEAD)) != shape:
+            raise ConfigError(
+                f"{source.path}: tensor {HEAD!r} has shape {tuple(source.shape(HEAD))}, expected {shape}"
+            )
     if extra:
         shown = ", ".join(sorted(extra)[:5])
         raise ConfigError(f"{source.path}: {len(extra)} tensors that this model does not use: {shown}")
+
+
+def _is_rotary_buffer(config: ModelConfig, source: Source, name: str) -> bool:
+    """Whether a tensor is one of rotary embeddings as this model has them: of another width, they are not."""
+    match, shape = _ROTARY_BUFFER.fullmatch(name), tuple(source.shape(name))
+    if match is None:
+        return False
+    if match[3] == "inv_freq":
+        return shape == (config.head_dim // 2,)
+    return shape[-1:] == (config.head_dim,)
 
 
 def load_params(
@@ -129,13 +147,13 @@ def load_params(
     """Read every parameter once, in its layout and dtype, straight to the device.
 
     `sharding` of a parameter says which part of it lies on which device (None: all on the default device);
-    only the parts of this process's devices are read, one after the other. Host memory above the loaded
-    parameters stays within the part being placed (on CPU that is the parameter itself) and
-    READ_BYTES of what is read. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
+    only the parts of this process's devices are read, each once, one after the other. Host memory above the
+    loaded parameters stays within the part being placed (on CPU that is the parameter itself) and READ_BYTES
+    of what is read. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
     extra or mis-shaped tensor.
     """
     check_names(config, source)
-    _warn_of_another_head(config, source)
+    warn_of_another_head(config, source)
 
     def read(parameter: Parameter) -> jax.Array:
         outputs, shape = parameter.outputs, parameter.shapes[0]
@@ -144,10 +162,8 @@ def load_params(
             value = jax.device_put(_read(parameter, layout, build.dtype, source))
         else:
             whole = layout.shape(outputs, shape[1]) if len(shape) == 2 else (outputs,)
-            value = jax.make_array_from_callback(
-                whole,
-                sharding(parameter),
-                lambda index: _read(parameter, layout, build.dtype, source, index or ()),
+            value = _place(
+                whole, sharding(parameter), lambda i: _read(parameter, layout, build.dtype, source, i)
             )
         on_tensor(1)
         return value
@@ -155,7 +171,27 @@ def load_params(
     return _fill(config, build, read)
 
 
-def _warn_of_another_head(config: ModelConfig, source: Source) -> None:
+def _place(
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> jax.Array:
+    """An array whose parts are read and put on their devices one by one; replicas share a reading."""
+    placed: dict[Any, jax.Array] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    by_part: dict[tuple, list[Any]] = {}
+    for device, index in indices.items():
+        by_part.setdefault(tuple(range(n)[s] for n, s in zip(shape, index or (), strict=True)), []).append(
+            device
+        )
+    for part, devices in by_part.items():
+        value = read(tuple(slice(r.start, r.stop) for r in part))
+        for device in devices:
+            placed[device] = jax.block_until_ready(jax.device_put(value, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, [placed[d] for d in indices])
+
+
+def warn_of_another_head(config: ModelConfig, source: Source) -> None:
     """A tied model may carry an lm_head, which is not used; if it is another, implementations disagree."""
     if not config.tie_word_embeddings or HEAD not in source.names():
         return

@@ -22,10 +22,11 @@ from jaxinfer.model import weights
 from jaxinfer.model.llama import Build
 from jaxinfer.presets import PRESETS
 from jaxinfer.progress import phase
-from jaxinfer.runtime.generation_config import check_ids, default_sampling, end_ids
+from jaxinfer.runtime.generation_config import check_ids, default_sampling
 from jaxinfer.runtime.runner import JaxRunner
 from jaxinfer.runtime.trace import release_freed_memory
 from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.errors import ChatTemplateError, TokenizerError
 from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class Loaded:
 def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> Loaded:
     """Open MODEL (a pulled name, a checkpoint's path, or random:CONFIG) and make it ready to run.
 
-    Raises ConfigError or CheckpointError when the model or the configuration cannot run here.
+    Raises ConfigError or CheckpointError when the model, its tokenizer or chat template, or the configuration
+    cannot run here.
     `progress` False keeps the bars (load, compile) off stderr.
     """
     use_compile_cache(config.compile_cache_dir)
@@ -67,15 +69,21 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     wanted = progress is not False
 
     name, model_config, source, tokenizer, template = _open(model)
+    if source is None:
+        _check_room(model, model_config, dtype, platform)
     eos = _eos_ids(model_config, source, tokenizer)
     sampled_vocab = _sampled_vocab(model_config, source, tokenizer)
     sampling = SamplingParams()
     if source is not None and config.generation_config == "auto":
         sampling = default_sampling(source.generation_config, _generation_file(source))
+        if sampling.stop and tokenizer is None:
+            logger.warning("%s: stop_strings need a tokenizer, and there is none", _generation_file(source))
+            sampling = replace(sampling, stop=())
     max_model_len = config.max_model_len or model_config.max_position
-    if max_model_len > model_config.max_position:
+    if max_model_len > model_config.longest_position:
         raise ConfigError(
-            f"max_model_len {max_model_len} is more than the model's own limit of {model_config.max_position}"
+            f"max_model_len {max_model_len} is more than the model's own limit of "
+            f"{model_config.longest_position}"
         )
     total = sum(1 for _ in weights.parameters(model_config))
     with phase(f"loading {name}", total=total, wanted=wanted) as advance:
@@ -107,19 +115,17 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
 
 
 def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The ids that end an answer: generation_config.json's where it names any, else the tokenizer's or the
-    model's own. Random weights end nowhere but at the config's. Raises ConfigError for an id outside the
-    vocabulary: such an answer would never end."""
+    """The ids that end an answer: the tokenizer's with those of its source (generation_config.json's, else
+    config.json's), which are all without a tokenizer. Random weights end nowhere but at the config's. Raises
+    ConfigError for an id outside the vocabulary: such an answer would never end."""
     if source is None:
-        return frozenset(end_ids(config.eos_token_ids, config.vocab_size, "config.json"))
-    stated = end_ids(
-        source.generation_config.get("eos_token_id"), config.vocab_size, _generation_file(source)
-    )
-    if tokenizer is None:
-        own = end_ids(config.eos_token_ids, config.vocab_size, f"{source.path}: config.json")
-        return frozenset(stated or own)
-    check_ids("eos_token_id", tokenizer.eos_ids, config.vocab_size, str(source.path))
-    return frozenset(tokenizer.eos_ids)  # it has read generation_config too
+        ids, where = config.eos_token_ids, "config.json"
+    elif tokenizer is None:
+        ids, where = source.tokenizer_source().eos_token_ids, str(source.path)
+    else:
+        ids, where = tokenizer.eos_ids, str(source.path)
+    check_ids("eos_token_id", ids, config.vocab_size, where)
+    return frozenset(ids)
 
 
 def _sampled_vocab(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> int:
@@ -174,10 +180,34 @@ def _open(model: str) -> tuple[str, ModelConfig, Any, Tokenizer | None, ChatTemp
     checkpoint = checkpoints.open_checkpoint(path)
     model_config = ModelConfig.from_hf(checkpoint.config)
     origin = checkpoint.tokenizer_source()
-    tokenizer = load_tokenizer(origin)
-    template = ChatTemplate.from_source(origin, tokenizer) if tokenizer else None
-    name = Path(model).resolve().name if os.path.exists(model) else model
-    return name, model_config, checkpoint, tokenizer, template
+    try:
+        tokenizer = load_tokenizer(origin)
+        template = ChatTemplate.from_source(origin, tokenizer) if tokenizer else None
+    except (TokenizerError, ChatTemplateError) as error:
+        raise ConfigError(f"{path}: the tokenizer cannot be used: {error}") from error
+    return _model_name(model), model_config, checkpoint, tokenizer, template
+
+
+def _model_name(model: str) -> str:
+    """What the model is served as: a pulled name, or the last part of its path as it was written. Of a
+    snapshot in the hub's cache, .../models--ORG--NAME/snapshots/HASH, ORG/NAME."""
+    if not os.path.exists(os.path.expanduser(model)):
+        return model
+    path = Path(os.path.abspath(os.path.expanduser(model)))
+    above = path.parents[1].name if len(path.parts) > 2 else ""
+    if path.parent.name == "snapshots" and above.startswith("models--"):
+        return above.removeprefix("models--").replace("--", "/", 1)
+    return path.name
+
+
+def _check_room(model: str, config: ModelConfig, dtype: jnp.dtype, platform: str) -> None:
+    """Raise ConfigError where random weights would not fit: numpy's own error would name neither number."""
+    needed, free = config.num_params * dtype.itemsize, _free_bytes(platform)
+    if needed > free:
+        raise ConfigError(
+            f"{model}: {config.num_params} parameters in {dtype.name} take {needed / 1e9:.1f} GB; "
+            f"{free / 1e9:.1f} GB are free"
+        )
 
 
 def _kind(path: Path) -> str:

@@ -311,6 +311,8 @@ class JaxRunner:
             "compile_s": sum(record.compile_s for record in manifest),
             "compiles_after_warmup": self.programs.compiles_after_warmup,
             "padding_waste": waste,
+            "tokens_run": self._tokens_run,
+            "tokens_padded": self._tokens_padded,
             "bucket_calls": {f"{record.kind} {record.bucket}": record.calls for record in manifest},
             "kv_bytes": self._kv_bytes,
             "param_bytes": sum(x.nbytes for x in self.programs.leaves),

@@ -45,7 +45,9 @@ class ChatTemplate:
     def from_source(cls, source: FolderSource | GGUFSource, tokenizer: Tokenizer) -> ChatTemplate:
         """The template that belongs to a checkpoint's `tokenizer_source()`.
 
-        In a folder chat_template.jinja goes before the chat_template of tokenizer_config.json.
+        In a folder chat_template.jinja goes before the chat_template of tokenizer_config.json, and that
+        before chat_template.json, which transformers has for processors. Raises ChatTemplateError naming the
+        file for one that is no text.
         """
         return cls(find_template(source), tokenizer.bos_token, tokenizer.eos_token)
 
@@ -195,21 +197,34 @@ def _encode_segments(segments: list[Segment], tokenizer: Tokenizer) -> list[int]
 
 
 def find_template(source: FolderSource | GGUFSource) -> str | dict[str, str] | None:
-    """The template text (or texts by name) of a tokenizer source; None when it has none."""
-    template = source.chat_template
-    if isinstance(template, Path):
+    """The template text (or texts by name) of a tokenizer source; None when it has none.
+
+    Raises ChatTemplateError, naming the file, when it cannot be read or has the wrong type.
+    """
+    template, config = source.chat_template, getattr(source, "tokenizer_config", None)
+    if isinstance(template, str):
+        return template
+    if isinstance(template, Path) and template.suffix != ".json":
         try:
             return template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ChatTemplateError(f"{template}: cannot be read ({error})") from error
-    if isinstance(template, str):
-        return template
-    config = getattr(source, "tokenizer_config", None)
-    template = read_json(config).get("chat_template")
-    if isinstance(template, str):
-        return template
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        texts = {key: text for key, text in named.items() if isinstance(key, str) and isinstance(text, str)}
-        return texts or None
-    return None
+    stated = _template_of(config)
+    return _template_of(template) if stated is None else stated
+
+
+def _template_of(path: Path | None) -> str | dict[str, str] | None:
+    """The `chat_template` of a JSON file: text, or a list of texts with names."""
+    value = read_json(path).get("chat_template")
+    if value is None or isinstance(value, str):
+        return value
+    named: dict[str, str] = {}
+    for item in value if isinstance(value, list) else [None]:
+        name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ChatTemplateError(
+                f"{path}: chat_template must be text, or a list of objects with name and template; "
+                f"got {value!r:.80}"
+            )
+        named[name] = text
+    return named or None

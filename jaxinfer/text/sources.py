@@ -7,6 +7,7 @@ does not import them, so that text can be tested, and used, without any checkpoi
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,26 +79,42 @@ class FolderFiles:
     @classmethod
     def of(cls, folder: str | Path) -> FolderFiles:
         """The tokenizer files in `folder`; begin and end ids of generation_config.json, else config.json."""
-        folder = Path(folder)
-
-        def present(name: str) -> Path | None:
-            return folder / name if (folder / name).is_file() else None
-
-        ids: dict[str, Any] = {}
+        folder, ids = Path(folder), dict[str, Any]()
         for name in ("config.json", "generation_config.json"):
             for key in ("bos_token_id", "eos_token_id"):
-                value = read_json(present(name)).get(key)
+                value = read_json(present(folder / name)).get(key)
                 if value is not None:
                     ids[key] = value
         bos, eos = ids.get("bos_token_id"), ids.get("eos_token_id", ())
         return cls(
-            tokenizer_json=present("tokenizer.json"),
-            sentencepiece_model=present("tokenizer.model"),
-            tokenizer_config=present("tokenizer_config.json"),
-            chat_template=present("chat_template.jinja"),
+            tokenizer_json=present(folder / "tokenizer.json"),
+            sentencepiece_model=present(folder / "tokenizer.model"),
+            tokenizer_config=present(folder / "tokenizer_config.json"),
+            chat_template=present(folder / "chat_template.jinja") or present(folder / "chat_template.json"),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
         )
+
+
+def present(path: Path) -> Path | None:
+    """`path` where there is a file; None where nothing is. Raises TokenizerError for anything else: a link
+    to nowhere is a file that was lost, not one that was never there."""
+    if not os.path.lexists(path):
+        return None
+    if not path.is_file():
+        raise TokenizerError(f"{path}: cannot be read (a broken link, folder or pipe; expected a file)")
+    return path
+
+
+def flag(config: dict[str, Any], key: str, path: Path | None) -> bool | None:
+    """A switch of tokenizer_config.json, whose path is `path`; None when it is absent or null.
+
+    Raises TokenizerError for any other value: "false" would be taken for true.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise TokenizerError(f"{path}: {key} must be true or false, got {value!r:.80}")
+    return value
 
 
 def read_json(path: Path | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from jaxinfer.text.pieces import (
     read_decoder,
 )
 from jaxinfer.text.sentencepiece_file import add_tokens, read_sentencepiece
-from jaxinfer.text.sources import FolderFiles, FolderSource, GGUFSource, read_json
+from jaxinfer.text.sources import FolderFiles, FolderSource, GGUFSource, flag, present, read_json
 
 
 class Tokenizer:
@@ -94,7 +94,7 @@ class Tokenizer:
         if bos_id is None:
             bos_id = files.bos_token_id
         eos_id = _token_id(core, config.get("eos_token"))
-        add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
+        add_bos, add_eos = (flag(config, f"add_{x}_token", files.tokenizer_config) for x in ("bos", "eos"))
         if add_bos is not None or add_eos is not None:
             set_post_processor(core, bos_id if add_bos else None, eos_id if add_eos else None)
         eos_ids = ([] if eos_id is None else [eos_id]) + list(files.eos_token_ids)
@@ -107,16 +107,15 @@ class Tokenizer:
         `prefix_everywhere`."""
         config = read_json(files.tokenizer_config)
         model = read_sentencepiece(path)
-        prefix = config.get("add_prefix_space")
-        if isinstance(prefix, bool):
+        switches = ("add_prefix_space", "legacy", "add_bos_token", "add_eos_token")
+        prefix, legacy, add_bos, add_eos = (flag(config, key, files.tokenizer_config) for key in switches)
+        if prefix is not None:
             model = replace(model, add_space_prefix=prefix)
-        core = build_from_gguf(model, prefix_everywhere=config.get("legacy") is not False)
-        added = path.with_name("added_tokens.json")
-        add_tokens(core, config, read_json(added if added.is_file() else None), path)
+        core = build_from_gguf(model, prefix_everywhere=legacy is not False)
+        add_tokens(core, config, read_json(present(path.with_name("added_tokens.json"))), path)
         bos_id, eos_id = _token_id(core, config.get("bos_token")), _token_id(core, config.get("eos_token"))
         bos_id = model.bos_token_id if bos_id is None else bos_id
         eos_ids = model.eos_token_ids if eos_id is None else (eos_id,)
-        add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
         set_post_processor(
             core, None if add_bos is False else bos_id, eos_ids[0] if add_eos is True and eos_ids else None
         )

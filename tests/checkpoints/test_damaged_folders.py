@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from gguf_writing import random_weights
 
 import checkpoints
 from checkpoints.safetensors_header import PICKLE_SUFFIXES
-from jaxinfer.text import load_tokenizer
+from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.text.errors import TokenizerError
 
 Damage = tuple[Callable[[Path], object], str]
@@ -326,6 +327,37 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     source = checkpoints.open_checkpoint(tmp_path).tokenizer_source()
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         load_tokenizer(source)
+
+
+ODD_FILES = {
+    "link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+}
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+@pytest.mark.parametrize("odd", ODD_FILES)
+def test_a_tokenizer_file_that_is_no_file_is_not_absent(tmp_path: Path, odd: str, name: str) -> None:
+    write_model(tmp_path, "single")
+    ODD_FILES[odd](tmp_path / name)
+    with pytest.raises(checkpoints.CheckpointError, match=rf"{re.escape(name)}: cannot be read"):
+        checkpoints.open_checkpoint(tmp_path).tokenizer_source()
+    with pytest.raises(TokenizerError, match=rf"{re.escape(name)}: cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tekken.json"])
+def test_a_tokenizer_of_another_kind_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, "single")
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(checkpoints.CheckpointError, match=rf"{name}: this kind .* write a tokenizer\.json"):
+        checkpoints.open_checkpoint(tmp_path).tokenizer_source()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    checkpoints.open_checkpoint(tmp_path).tokenizer_source()
 
 
 @pytest.mark.parametrize("value", ["2", True, -1, [2, None], 2.0, {"id": 2}])

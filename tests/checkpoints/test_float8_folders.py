@@ -59,6 +59,13 @@ def compressed(*strategies: str, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+PER_TENSOR = {
+    "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+    "modules_to_not_convert": ["lm_head"], "modules_to_convert": None, "scale_fmt": "float",
+    "expert_dtype": "fp8",
+}  # fmt: skip
+
+
 def random_float8(rows: int = 300, columns: int = 333, kind: np.dtype = E4M3) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((rows, columns)).astype(kind)
 
@@ -97,6 +104,10 @@ SCHEMES = {
     "static, one scale": (
         {"quant_method": "fp8", "activation_scheme": "static"}, ".weight_scale", (), (300, 333),
     ),
+    # As transformers 5.24 saves it: null is one scale for the tensor, and an absent size its default.
+    "fine-grained, one scale": (PER_TENSOR, ".weight_scale_inv", (), (300, 333)),
+    "one scale, the other name": (PER_TENSOR, ".weight_scale", (1,), (300, 333)),
+    "fine-grained, blocks not stated": ({"quant_method": "fp8"}, ".weight_scale_inv", (3, 3), (128, 128)),
     "tensor": (compressed("tensor"), ".weight_scale", (1,), (300, 333)),
     "channel": (compressed("channel"), ".weight_scale", (300, 1), (1, 333)),
     "block": (compressed("block"), ".weight_scale", (3, 3), (128, 128)),
@@ -111,7 +122,8 @@ def test_scales_are_applied(tmp_path: Path, case: str, scale_kind: type) -> None
     values, scale = random_float8(), random_scale(*scale_shape, kind=scale_kind)
     other = np.ones((4, 5), ml_dtypes.bfloat16)
     tensors = {
-        "x.weight": values, f"x{suffix}": scale, "x.input_scale": random_scale(1), "lm_head.weight": other,
+        "x.weight": values, f"x{suffix}": scale, "x.input_scale": random_scale(1),
+        "x.activation_scale": random_scale(), "lm_head.weight": other,
         "x.bias": np.ones(300, np.float32),
     }  # fmt: skip
     opened = folder_with(tmp_path, settings, tensors)
@@ -182,6 +194,18 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_two_scales_of_one_weight_are_refused(tmp_path: Path) -> None:
+    tensors = {"x.weight": WEIGHT, "x.weight_scale_inv": random_scale(), "x.weight_scale": random_scale()}
+    with pytest.raises(checkpoints.CheckpointError, match=r"x\.weight: got scales \.weight_scale and"):
+        folder_with(tmp_path, PER_TENSOR, tensors)
+
+
+def test_a_scalar_is_no_scale_of_blocks_that_are_not_stated(tmp_path: Path) -> None:
+    tensors = {"x.weight": WEIGHT, "x.weight_scale_inv": random_scale()}
+    with pytest.raises(checkpoints.CheckpointError, match=r"got shape \(\), expected \(3, 3\)"):
+        folder_with(tmp_path, {"quant_method": "fp8"}, tensors)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, case: str) -> None:
     tensors, message = REFUSED[case]
@@ -211,6 +235,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 NOT_UNDERSTOOD = {
     "gptq": {"quant_method": "gptq", "bits": 4},
     "fp8, unknown key": FINE_GRAINED | {"rotation": "hadamard"},
+    "fp8 of embeddings": FINE_GRAINED | {"modules_to_convert": ["embed_tokens"]},
+    "fp4 experts": FINE_GRAINED | {"expert_dtype": "fp4"},
     "fp8, unknown format": FINE_GRAINED | {"fmt": "e3m4"},
     "fp8, block of three": FINE_GRAINED | {"weight_block_size": [128, 128, 1]},
     "fp8, empty block": FINE_GRAINED | {"weight_block_size": [0, 128]},

@@ -144,6 +144,13 @@ def test_rope_scaling(tmp_path: Path) -> None:
         scaling({}, {"rope_freqs.weight": factors * 1.5})
     with pytest.raises(checkpoints.CheckpointError, match="longrope"):
         scaling(linear | {"llama.rope.scaling.type": "longrope"})
+    # "none" is llama.cpp's word for no scaling whatever the factor; no word at all means linear.
+    assert scaling(linear | {"llama.rope.scaling.type": "none"}) is None
+    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        assert scaling({key: 4.0}) == {"rope_type": "linear", "factor": 4.0}
+        assert scaling({key: 1.0}) is scaling({key: 0.0}) is None
+        with pytest.raises(checkpoints.CheckpointError, match=r"both rope_freqs\.weight and .*'linear'"):
+            scaling({key: 4.0}, {"rope_freqs.weight": factors})
 
 
 def test_attention_factor_of_yarn_is_the_final_one(tmp_path: Path) -> None:
@@ -189,12 +196,42 @@ def test_attention_factor_of_yarn_is_the_final_one(tmp_path: Path) -> None:
         ("attention.temperature_scale", 0.1),
         ("nextn_predict_layers", 1),
         ("expert_count", 8),
+        ("expert_used_count", 2),
+        ("attention.sliding_window_pattern", 2),
+        ("attention.sliding_window_pattern", [True, False]),
+        ("attention.key_length_swa", 8),
+        ("attention.value_length_swa", 8),
+        ("attention.value_scale", 0.5),
+        ("rope.freq_base_swa", 10000.0),
+        ("rope.dimension_sections", [2, 2]),
         ("use_parallel_residual", True),
     ],
 )
 def test_other_arithmetic_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", random_weights(), fields={f"llama.{key}": value})
     with pytest.raises(checkpoints.CheckpointError, match=rf"key llama\.{key}: got .*not supported"):
+        checkpoints.open_checkpoint(path)
+
+
+def test_no_experts_and_a_model_are_what_files_say(tmp_path: Path) -> None:
+    fields = {"llama.expert_count": 0, "llama.expert_used_count": 0, "general.type": "model"}
+    reads_back(
+        checkpoints.open_checkpoint(write_gguf(tmp_path / "tiny.gguf", random_weights(), fields=fields)),
+        random_weights(),
+    )
+    path = write_gguf(tmp_path / "tiny.gguf", random_weights(), fields={"general.type": "adapter"})
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"key general\.type: got 'adapter', expected 'model'"
+    ):
+        checkpoints.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "unknown", "padding"])
+def test_special_ids_lie_in_the_vocabulary(tmp_path: Path, name: str) -> None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    checkpoints.open_checkpoint(write_gguf(tmp_path / "tiny.gguf", random_weights(), fields={key: 39}))
+    path = write_gguf(tmp_path / "tiny.gguf", random_weights(), fields={key: 40})
+    with pytest.raises(checkpoints.CheckpointError, match=rf"{key}: got 40, outside the vocabulary of 40"):
         checkpoints.open_checkpoint(path)
 
 

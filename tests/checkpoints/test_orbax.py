@@ -354,6 +354,40 @@ def test_a_pipe_in_params_blocks_nobody(written: Path, tmp_path: Path) -> None:
             shutil.rmtree(folder)
 
 
+def test_files_of_another_checkpoint_are_not_taken_for_this_ones(written: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other", {name: array + 1 for name, array in ARRAYS.items()})
+
+    def mixed(name: str, *, without: bool = False) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(written, folder)
+        if without:
+            shutil.rmtree(folder / "params" / "d")
+        shutil.copytree(other / "params" / "d", folder / "params" / "d", dirs_exist_ok=True)
+        shutil.copy(other / "params" / "manifest.ocdbt", folder / "params")
+        return folder
+
+    with pytest.raises(CheckpointError, match=r"params: file d/\w+ is not in jaxinfer\.json"):
+        OrbaxFolder(mixed("all"))
+    # One file in d, of the same name and size: the hash of what points into it tells.
+    own = sorted(path.name for path in (written / "params" / "d").iterdir())
+    folder = mixed("renamed", without=True)
+    theirs = sorted(path.name for path in (folder / "params" / "d").iterdir())
+    assert len(own) == len(theirs)
+    manifest = json.loads((other / "jaxinfer.json").read_text())
+    manifest["sha256"] = json.loads((written / "jaxinfer.json").read_text())["sha256"]
+    (folder / "jaxinfer.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.ocdbt: got sha256 \w+, expected '"):
+        OrbaxFolder(folder)
+
+
+def test_a_manifest_that_is_a_lost_link_is_not_absent(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "model")
+    (tmp_path / "model" / "jaxinfer.json").unlink()
+    (tmp_path / "model" / "jaxinfer.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"jaxinfer\.json: cannot be read"):
+        OrbaxFolder(tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     "manifest", [{}, {"format": "other", "params": {}}, {"format": "jaxinfer-params-1", "params": [1]}]
 )

@@ -82,6 +82,19 @@ def test_a_file_beside_the_shards_is_not_read(tmp_path: Path) -> None:
     assert opened.read("layer.0.weight")[0, 0] == 0
 
 
+def test_model_files_that_the_index_does_not_name_are_refused(tmp_path: Path) -> None:
+    weights = write_shards(tmp_path)
+    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+        save_file({"other": weights["layer.0.weight"]}, tmp_path / name)
+    assert set(checkpoints.open_checkpoint(tmp_path).names()) == set(weights)
+    for name in ("model-00003-of-00003.safetensors", "model.safetensors", "model.fp16.safetensors"):
+        save_file({"other": weights["layer.0.weight"]}, tmp_path / name)
+        message = rf"{name}: model\.safetensors\.index\.json lies beside it and does not name it"
+        with pytest.raises(checkpoints.CheckpointError, match=message):
+            checkpoints.open_checkpoint(tmp_path)
+        (tmp_path / name).unlink()
+
+
 def test_links_out_of_the_folder_as_in_the_hub_cache(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     blobs.mkdir()

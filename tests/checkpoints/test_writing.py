@@ -18,6 +18,7 @@ from checkpoints import CheckpointError
 from checkpoints.writing import (
     check_room,
     chunk_shape,
+    copy_file,
     new_folder,
     write_json,
     write_orbax,
@@ -118,6 +119,28 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
     assert (tmp_path / "above" / "model").stat().st_mode & 0o777 == 0o777 & ~_umask()
 
 
+def test_everything_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, and the folders that name them, are flushed before the rename, and the folder above after it."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (done.append("rename"), rename(self, to)))
+    (tmp_path / "tokenizer.json").write_text("x" * 1000)
+    with new_folder(tmp_path / "model") as partial:
+        copy_file(tmp_path / "tokenizer.json", partial / "tokenizer.json")
+        (partial / "params").mkdir()
+        write_json(partial / "params" / "names.json", {})
+    files = {"tokenizer.json", "params", "params/names.json", "."}
+    at = done.index("rename")
+    assert {os.path.relpath(path, partial) for path in done[:at]} == files
+    assert done[at + 1 :] == [str(tmp_path)]
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "x" * 1000
+    with pytest.raises(CheckpointError, match=r"absent: cannot be read"):
+        copy_file(tmp_path / "absent", tmp_path / "copy")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -153,7 +176,51 @@ def test_failed_writing_is_told_and_leaves_nothing(tmp_path: Path, kind: str) ->
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "cannot be written" in done.stdout
-    assert "File too large" in done.stdout
-    assert len(done.stdout.splitlines()) == 1
+    assert done.stdout == f"{tmp_path / 'model'}: cannot be written (File too large)\n"
     assert not any(tmp_path.iterdir())
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, sys.argv[2])
+from named_arrays import pending, write
+from checkpoints import writing
+writing._COMMIT_BYTES = 1 << 22
+arrays = {f"x{n}": np.full((1024, 1024), n, np.float32) for n in range(16)}
+folder = Path(sys.argv[1])
+began = time.monotonic()
+write(folder / "whole", arrays)
+whole, interrupted = time.monotonic() - began, 0
+for trial in range(24):
+    delay = 0.05 + whole * trial / 24
+    keys = range(1 + trial % 3)
+    presses = [threading.Timer(delay + n / 100, os.kill, (os.getpid(), signal.SIGINT)) for n in keys]
+    try:
+        for press in presses:
+            press.start()
+        time.sleep(0.05)
+        write(folder / f"model{trial}", arrays)
+    except KeyboardInterrupt:
+        interrupted += 1
+    until = time.monotonic() + 0.15  # for what would still be written
+    while time.monotonic() < until or any(press.is_alive() for press in presses):
+        try:
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
+print(interrupted, [item.name for item in folder.iterdir() if item.name.startswith(".")])
+"""
+
+
+def test_interrupts_leave_nothing_that_is_still_being_written(tmp_path: Path) -> None:
+    """TensorStore's threads go on after Ctrl-C: what they wrote into the removed folder stayed for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(Path(__file__).parent)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    interrupted, left = done.stdout.split(" ", 1)
+    assert int(interrupted) > 5
+    assert left == "[]\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer import ConfigError, EngineConfig, ModelConfig, RequestError, SamplingParams
-from jaxinfer.config import LayerConfig
+from jaxinfer.config import LayerConfig, Llama3Rope
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
@@ -57,6 +57,9 @@ def test_windows_of_each_family() -> None:
     assert windows(of("mistral")) == [4096] * 4
     assert windows(of("mistral", sliding_window=None)) == [None] * 4
     assert of("mistral", sliding_window=16).window == 16
+    mixed = of("ministral", sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2)
+    assert windows(mixed) == [16, None, 16, None]
+    assert windows(of("ministral")) == [4096] * 4
     for family in ("qwen2", "qwen3"):
         assert windows(of(family, sliding_window=16, max_window_layers=2)) == [None] * 4
         on = {"use_sliding_window": True, "sliding_window": 16}
@@ -96,6 +99,22 @@ def test_kv_heads_by_layer() -> None:
         ("gemma2", {}, "model_type 'gemma2'"),
         (7, {}, "model_type 7"),
         ("llama", {"num_experts": 8}, "num_experts"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ("llama", {"use_rope": False}, "use_rope"),
+        ("llama", {"rope_ratio": 8}, "rope_ratio"),
+        ("llama", {"rotary_dim": 4}, r"rotary_dim = 4 .* allowed: 8"),
+        ("llama", {"qk_norm": True}, r"qk_norm = True .*LlamaForCausalLM"),
+        ("qwen3", {"qk_norm": False}, "qk_norm = False"),
+        ("llama", {"qkv_bias": True}, "qkv_bias"),
+        ("qwen2", {"qkv_bias": False}, "qkv_bias"),
+        ("llama", {"n_shared_experts": 1}, "n_shared_experts"),
+        ("llama", {"attention_scale": 0.1}, "attention_scale"),
+        ("qwen3", {"sliding_window_pattern": 4}, "sliding_window_pattern"),
+        ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("llama", {"compression_config": {"quant_method": "x"}}, "compression_config"),
+        ("llama", {"num_key_value_heads_per_layer": 2}, "num_key_value_heads_per_layer"),
         ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers"),
         ("llama", {"vocab_size": 2**40}, "vocab_size"),
         ("llama", {"hidden_size": 33}, "head_dim"),
@@ -118,6 +137,30 @@ def test_families_refuse_by_key(model_type: Any, keys: dict[str, Any], named: st
     assert len(str(caught.value)) < 400
 
 
+def test_keys_of_relatives_that_say_what_is_done_anyway() -> None:
+    harmless = {
+        "use_rope": True, "rope_ratio": 1, "rotary_dim": 8, "qk_norm": False, "qkv_bias": False,
+        "n_shared_experts": 0, "pruned_heads": {}, "compression_config": None, "attention_scale": None,
+    }  # fmt: skip
+    assert of("llama", **harmless) == of("llama") == of("llama", pruned_heads=[])
+    assert of("llama", attention_bias=True, qkv_bias=True).qkv_bias
+    assert of("qwen2", qkv_bias=True) == of("qwen2")
+    assert of("qwen3", qk_norm=True) == of("qwen3")
+
+
+def test_llama3_without_its_original_length_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = of("llama", rope_scaling=scaling, max_position_embeddings=4096).rope
+    assert isinstance(rope, Llama3Rope)
+    assert rope.original_max_position == 4096
+    (record,) = caplog.records
+    assert "states no original_max_position_embeddings: max_position_embeddings 4096" in record.message
+    caplog.clear()
+    of("llama", rope_scaling=scaling | {"original_max_position_embeddings": 8192})
+    of("llama", rope_scaling=scaling, original_max_position_embeddings=8192)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -132,6 +175,8 @@ def test_families_refuse_by_key(model_type: Any, keys: dict[str, Any], named: st
         ("rms_norm_eps", "x"),
         ("rms_norm_eps", float("nan")),
         ("rope_theta", "high"),
+        ("rope_theta", 1.0),
+        ("rope_theta", 1e60),
         ("rope_scaling", "x"),
         ("rope_scaling", {"type": "longrope", "factor": 2.0}),
         ("rope_scaling", {"type": "yarn", "factor": 0.5}),

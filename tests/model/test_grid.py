@@ -52,7 +52,12 @@ def test_greedy_tokens(name: str) -> None:
     """Through the front door, in chunks of 16: prompts of 48 and 160 tokens are three and ten of them."""
     reference = np.load(GRID / name / "reference.npz")
     llm = LLM(str(GRID / name), max_num_seqs=1, max_num_batched_tokens=16, num_pages=33, progress=False)
-    answer = llm.generate(reference["input_ids"].tolist(), greedy(len(reference["greedy"])))[0].outputs[0]
+    sampling = greedy(len(reference["greedy"]), logprobs=0)
+    answer = llm.generate(reference["input_ids"].tolist(), sampling)[0].outputs[0]
+    last = reference["logits"][-1].astype(np.float64)
+    logprob = last.max() - np.log(np.exp(last - last.max()).sum()) - last.max()
+    assert answer.logprobs is not None
+    assert answer.logprobs[0][answer.token_ids[0]].logprob == pytest.approx(logprob, abs=LOGIT_ERROR)
     expected = reference["greedy_cached"] if "greedy_cached" in reference else reference["greedy"]
     assert answer.token_ids == tuple(expected.tolist())
     assert answer.finish_reason == "length"

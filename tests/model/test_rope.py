@@ -162,6 +162,9 @@ def test_the_longest_text_of_stretched_models() -> None:
     assert longest(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096) == 16384
     assert longest(rope_type="yarn", factor=4.0) == 16384
     assert longest(rope_type="linear", factor=4.0) == 4096
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    linear = ModelConfig.from_hf({**HF, "max_position_embeddings": 4096, "rope_scaling": scaling})
+    assert linear.longest_position == 16384  # some state the length before scaling: may be asked for
 
 
 def test_two_spellings_at_once_must_agree() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent.parent
 DEVICES = 4
@@ -54,6 +56,28 @@ def main() -> None:
     assert any(leaf.addressable_shards[0].data.size * DEVICES == leaf.size for leaf in matrices)
     for leaf in matrices:
         assert leaf.addressable_shards[0].data.size < leaf.size
+    from_orbax(sharding)
+
+
+def from_orbax(sharding: Any) -> None:
+    """The same from a folder that convert wrote."""
+    import jax
+    import numpy as np
+    from tiny import GOLDEN, tiny_build
+
+    import checkpoints
+    from jaxinfer.config import ModelConfig
+    from jaxinfer.convert import convert
+    from jaxinfer.model import weights
+
+    source = GOLDEN / "grid" / "llama_gqa"
+    with tempfile.TemporaryDirectory() as folder:
+        held = checkpoints.open_checkpoint(convert(source, Path(folder) / "orbax", progress=False))
+        config = ModelConfig.from_hf(held.config)
+        _, state = weights.load_params(config, tiny_build(), held, sharding=sharding)
+        _, whole = weights.load_params(config, tiny_build(), checkpoints.open_checkpoint(source))
+    jax.tree.map(np.testing.assert_array_equal, whole, state)
+    assert any(len(leaf.sharding.device_set) == DEVICES for leaf in jax.tree.leaves(state))
 
 
 if __name__ == "__main__":

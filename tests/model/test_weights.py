@@ -70,11 +70,32 @@ def test_tied_heads() -> None:
     carried = tiny_params(TIED, {**tensors, "lm_head.weight": head})[1]
     jax.tree.map(np.testing.assert_array_equal, plain, carried)
     refuse(TINY, lambda tensors: tensors.pop("lm_head.weight"), r"no tensor 'lm_head\.weight'")
+    wrong = {"lm_head.weight": np.zeros((3, 5), np.float32)}
+    refuse(TIED, lambda tensors: tensors.update(wrong), r"'lm_head\.weight' has shape \(3, 5\)")
 
 
 def test_old_rotary_buffers_are_passed_over() -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    tiny_params(TINY, {**random_tensors(TINY), name: np.zeros(8, np.float32)})
+    half, width = (TINY.head_dim // 2,), TINY.head_dim
+    shapes = {"inv_freq": half, "cos_cached": (1, 1, 32, width), "sin_cached": (32, width)}
+    for above in ("model.", "model.layers.0.self_attn.", "model.layers.1."):
+        buffers = {f"{above}rotary_emb.{name}": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        tiny_params(TINY, {**random_tensors(TINY), **buffers})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", (TINY.head_dim // 4,)),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", (2, TINY.head_dim // 2)),
+        ("model.rotary_emb.inv_freq", (TINY.head_dim,)),
+        ("model.layers.0.self_attn.rotary_emb.cos_cached", (32, TINY.head_dim // 2)),
+        ("vision.rotary_emb.inv_freq", (TINY.head_dim // 2,)),
+        ("model.layers.0.mlp.rotary_emb.inv_freq", (TINY.head_dim // 2,)),
+    ],
+)
+def test_other_rotary_buffers_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    message = f"1 tensors that this model does not use: {name}"
+    refuse(TINY, lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}), message)
 
 
 class Counting(Tensors):

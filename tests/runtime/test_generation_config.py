@@ -16,7 +16,7 @@ from tiny import GOLDEN
 
 from jaxinfer.core import ConfigError, RequestError, SamplingParams
 from jaxinfer.llm import LLM
-from jaxinfer.runtime.generation_config import default_sampling, end_ids
+from jaxinfer.runtime.generation_config import check_ids, default_sampling
 from jaxinfer.server.app import create_app
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_pages": 33, "progress": False}
@@ -55,9 +55,20 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
         ({"do_sample": True}, {}),
         ({"do_sample": False}, {"temperature": 0.0}),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
-        ({"min_p": 0.05, "max_new_tokens": 64, "max_length": 4096}, {"min_p": 0.05, "max_tokens": 64}),
+        ({"min_p": 0.05, "max_new_tokens": 64, "max_length": 20}, {"min_p": 0.05, "max_tokens": 64}),
+        ({"stop_strings": ["END", "\n\n"]}, {"stop": ("END", "\n\n")}),
+        ({"stop_strings": "END", "presence_penalty": 0, "num_return_sequences": 1}, {"stop": ("END",)}),
+        (
+            {
+                "_from_model_config": True,
+                "transformers_version": "4.51",
+                "pad_token_id": 0,
+                "use_cache": False,
+            },
+            {},
+        ),
+        ({"cache_implementation": "static", "bos_token_id": 1, "renormalize_logits": True}, {}),
         ({"top_k": 0, "repetition_penalty": 1.0}, {}),
-        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
     ],
 )
 def test_rules(stated: dict[str, Any], fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -76,14 +87,15 @@ def test_rules(stated: dict[str, Any], fields: dict[str, Any], caplog: pytest.Lo
         ("min_p", "0.1", "g.json: min_p"),
         ("max_new_tokens", 0, "g.json: max_new_tokens must be"),
         ("do_sample", "no", "g.json: do_sample must be true or false"),
-        ("repetition_penalty", "much", "g.json: repetition_penalty must be a number from 0.01 to 100"),
-        ("repetition_penalty", 0, "g.json: repetition_penalty"),
-        ("temperature", ["x" * 100000], "g.json: temperature .{,200}$"),
+        ("stop_strings", 7, "g.json: stop_strings must be a string or a list of strings, got 7"),
+        ("stop_strings", [""], "g.json: stop_strings holds an empty string"),
+        ("temperature", ["x" * 100000], "g.json: temperature .{,300}$"),
     ],
 )
 def test_wrong_values_are_refused_by_file_and_key(key: str, value: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=told) as caught:
         default_sampling({key: value}, "g.json")
+    assert str(caught.value).endswith('; generation_config="none" (--generation-config none) goes without')
 
 
 def test_what_is_not_served_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,16 +108,46 @@ def test_what_is_not_served_is_one_warning(caplog: pytest.LogCaptureFixture) -> 
     assert "no_repeat_ngram_size 3" in record.message
 
 
-def test_end_ids() -> None:
-    assert end_ids(None, 10, "g") == ()
-    assert end_ids(3, 10, "g") == (3,)
-    assert end_ids([3, 4], 10, "g") == (3, 4)
-    for wrong in ("3", [3, "4"], True, 1.5, {}):
-        with pytest.raises(ConfigError, match="g: eos_token_id must be"):
-            end_ids(wrong, 10, "g")
-    for outside in (10, [3, 10], -1):
-        with pytest.raises(ConfigError, match=r"g: eos_token_id (10|-1) is outside the vocabulary of 10"):
-            end_ids(outside, 10, "g")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_length", 4096), ("min_length", 5), ("num_return_sequences", 2),
+        ("encoder_repetition_penalty", 1.5), ("exponential_decay_length_penalty", [5, 1.1]),
+        ("guidance_scale", 1.5), ("max_time", 3.0), ("watermarking_config", {}), ("dola_layers", "low"),
+        ("a key of tomorrow", True), ("forced_eos_token_id", 0), ("bad_words_ids", [[1]]),
+    ],
+)  # fmt: skip
+def test_every_other_key_is_named(key: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert default_sampling({key: value, "top_k": 3}, "g.json") == SamplingParams(top_k=3)
+    (record,) = caplog.records
+    assert f"default sampling: {key} {value!r}" in record.message
+    caplog.clear()
+    default_sampling({key: None}, "g.json")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("key", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_are_taken(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert default_sampling({key: 1.2}, "g.json") == SamplingParams(**{key: 1.2})
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=f"g.json: {key}"):
+        default_sampling({key: "much"}, "g.json")
+
+
+def test_stop_strings_need_a_tokenizer(folder: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    path = folder({"stop_strings": ["END"], "max_new_tokens": 2})
+    assert LLM(str(path), **SMALL).default_sampling.stop == ("END",)
+    (path / "tokenizer.json").unlink()
+    llm = LLM(str(path), **SMALL)
+    assert "stop_strings" in caplog.records[-1].message
+    assert len(llm.generate([5, 6])[0].outputs[0].token_ids) == 2
+
+
+def test_ids_lie_in_the_vocabulary() -> None:
+    check_ids("eos_token_id", (0, 9), 10, "g")
+    for outside in (10, -1):
+        with pytest.raises(ConfigError, match=rf"g: eos_token_id {outside} is outside the vocabulary of 10"):
+            check_ids("eos_token_id", (3, outside), 10, "g")
 
 
 # ------------------------------------------------------------------------------------- through the doors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -44,6 +45,52 @@ def test_a_model_that_is_no_file_is_named_for_what_it_is(tmp_path: Path, path: s
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1, done.stderr
     assert kind in done.stderr
+
+
+@pytest.mark.usefixtures("compile_cache")
+def test_a_model_is_called_what_its_user_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def name_of(model: str) -> str:
+        return load(model, EngineConfig(num_pages=9, max_num_seqs=2), progress=False).model_name
+
+    snapshot = tmp_path / "models--some-org--a--model" / "snapshots" / "0123abc"
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(GOLDEN / "stories260k", snapshot)
+    (tmp_path / "mine").symlink_to(snapshot)
+    monkeypatch.chdir(tmp_path)
+    assert name_of("mine") == name_of("./mine/") == name_of(str(tmp_path / "mine")) == "mine"
+    assert name_of(str(snapshot)) == "some-org/a--model"
+    monkeypatch.chdir(snapshot)
+    assert name_of(".") == "some-org/a--model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert name_of("~/mine") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("tokenizer.json", "{}", r"model: the tokenizer cannot be used: .*tokenizer\.json: not a tokenizer"),
+        ("tokenizer_config.json", '{"chat_template": 7}', r"tokenizer_config\.json: chat_template must be"),
+        ("tokenizer_config.json", '{"add_bos_token": "no"}', r"tokenizer_config\.json: add_bos_token must"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_a_config_error(
+    tmp_path: Path, file: str, text: str, told: str
+) -> None:
+    shutil.copytree(GOLDEN / "stories260k", tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load(str(tmp_path / "model"), EngineConfig())
+
+
+def test_random_weights_that_do_not_fit_are_refused_with_numbers(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 2**31 - 1, "hidden_size": 2**20,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = r"random:.*: 4503\d{12} parameters in float32 take 18014\d{3}\.\d GB; \d+\.\d GB are free"
+    with pytest.raises(ConfigError, match=told):
+        load(f"random:{tmp_path}", EngineConfig())
 
 
 @pytest.mark.usefixtures("cache_setting")

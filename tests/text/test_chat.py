@@ -15,6 +15,7 @@ from small_tokenizers import CHATML, CONTROLS, GOLDEN, small_source
 
 import checkpoints
 from jaxinfer.text import ChatTemplate, ChatTemplateError, Tokenizer
+from jaxinfer.text.sources import FolderFiles
 
 SMALL = Tokenizer.from_gguf(small_source())
 TEMPLATE = ChatTemplate.from_source(small_source(), SMALL)
@@ -162,6 +163,37 @@ def test_folder_templates(tmp_path: Path, stories: Tokenizer) -> None:
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ bos_token }}file{{ eos_token }}")
     source = checkpoints.open_checkpoint(tmp_path / "model").tokenizer_source()
     assert ChatTemplate.from_source(source, stories).render_text(chat) == "<s>file</s>"
+
+
+def test_a_template_of_a_processor_comes_last(tmp_path: Path, stories: Tokenizer) -> None:
+    shutil.copytree(GOLDEN / "stories260k", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.json").write_text('{"chat_template": "processor"}')
+
+    def rendered() -> str:
+        source = checkpoints.open_checkpoint(tmp_path / "model").tokenizer_source()
+        by_folder = ChatTemplate.from_source(FolderFiles.of(tmp_path / "model"), stories)
+        template = ChatTemplate.from_source(source, stories)
+        assert by_folder.render_text(user("One")) == template.render_text(user("One"))
+        return template.render_text(user("One"))
+
+    assert rendered() == "One"  # tokenizer_config.json has one
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    assert rendered() == "processor"
+    (tmp_path / "model" / "chat_template.jinja").write_text("file")
+    assert rendered() == "file"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
+@pytest.mark.parametrize("value", [7, {"a": "b"}, True, ["text"], [{"name": "default"}], [{"template": "x"}]])
+def test_templates_of_a_wrong_type_are_refused(
+    tmp_path: Path, stories: Tokenizer, value: object, name: str
+) -> None:
+    shutil.copytree(GOLDEN / "stories260k", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model" / name).write_text(json.dumps({"chat_template": value}))
+    source = checkpoints.open_checkpoint(tmp_path / "model").tokenizer_source()
+    with pytest.raises(ChatTemplateError, match=rf"{name}: chat_template must be text"):
+        ChatTemplate.from_source(source, stories)
 
 
 def test_content_shapes() -> None:

@@ -134,6 +134,12 @@ def test_settings_of_tokenizer_config(tmp_path: Path) -> None:
             assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
 
 
+@pytest.mark.parametrize("key", ["add_bos_token", "add_eos_token", "add_prefix_space", "legacy"])
+def test_switches_that_are_none_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {key} must be true or false"):
+        written(tmp_path, MODEL.read_bytes(), **{key: "no"})
+
+
 def test_added_tokens_get_the_ids_that_are_stated(tmp_path: Path) -> None:
     data = MODEL.read_bytes()
     stated = {

@@ -107,6 +107,15 @@ def test_add_bos_and_eos_follow_tokenizer_config(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path / "model").encode("Once") == [1, 403]
 
 
+@pytest.mark.parametrize("key", ["add_bos_token", "add_eos_token"])
+@pytest.mark.parametrize("value", ["false", 1, []])
+def test_switches_that_are_none_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    shutil.copytree(GOLDEN / "stories260k", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {key} must be true or false, got"):
+        Tokenizer.from_folder(tmp_path / "model")
+
+
 def test_every_end_id_is_kept(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "stories260k", tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5, 11]}')

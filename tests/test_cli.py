@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -436,35 +435,6 @@ def test_sigterm_drains_and_ends_with_status_0(drain_seconds: str):
     assert "Traceback" not in err
 
 
-# -------------------------------------------------------------------------------------- progress
-
-
-def test_short_phases_are_silent_and_long_ones_sparse(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.delenv("JAXINFER_PROGRESS", raising=False)
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-
-    def work(seconds: float, **options) -> list[str]:
-        with progress.phase("loading", total=1000, **options) as advance:
-            for _ in range(1000):
-                clock[0] += seconds / 1000
-                advance(1)
-        out, err = capsys.readouterr()
-        assert out == ""
-        return err.splitlines()
-
-    assert work(0.9) == []
-    lines = work(60)
-    assert 3 <= len(lines) <= 8
-    assert lines[-1] == "jaxinfer: loading: done in 60.0 s"
-    assert re.fullmatch(r"jaxinfer: loading: \d+/1000", lines[0])
-    assert work(60, wanted=False) == []
-    with progress.silenced():
-        assert work(60) == []
-    monkeypatch.setenv("JAXINFER_PROGRESS", "0")
-    assert work(60) == []
-
-
 @pytest.mark.parametrize("arguments", [["generate", "m", "hi"], ["chat", "m"]])
 def test_programs_compiled_before_the_text_are_shown_and_later_ones_are_not(
     run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
@@ -482,29 +452,6 @@ def test_programs_compiled_before_the_text_are_shown_and_later_ones_are_not(
     monkeypatch.setattr(FakeRunner, "dispatch", compiling)
     status, out, err = run(*arguments, stdin="hi\n")
     assert (status, out) == (0, HELLO + "\n")
-    assert (
-        err.count("compiling: done") == err.count("\n") == 2
-    )  # the second step starts before the first tells
+    # Two: the second step is started before the first one tells.
+    assert err.count("compiling: done") == err.count("\n") == 2
     assert progress._silenced == 0
-
-
-def test_a_failed_phase_says_so(monkeypatch: pytest.MonkeyPatch, capsys):
-    clock = iter([0.0, 5.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with pytest.raises(ValueError, match="torn"), progress.phase("loading"):
-        raise ValueError("torn")
-    assert capsys.readouterr().err == "jaxinfer: loading: failed after 5.0 s\n"
-
-
-def test_on_a_terminal_phases_share_one_display(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.delenv("JAXINFER_PROGRESS", raising=False)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with (
-        progress.phase("loading", total=2_000_000, unit="B") as load,
-        progress.phase("compiling", total=3) as compile_,
-    ):
-        load(1_000_000)
-        compile_()
-        assert progress._open_phases == 2
-    assert progress._board is None
-    assert capsys.readouterr().out == ""

@@ -30,9 +30,9 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
     Filters apply in this order: penalties and logit_bias, temperature, top_k, top_p, min_p (each over what
-    the one before left). `repetition_penalty` r divides a positive logit and multiplies a negative one, once for
-    each id of prompt and output (the Hugging Face rule); `presence_penalty` and `frequency_penalty` subtract
-    from ids of the output alone, once and once per occurrence (OpenAI's rule). `logit_bias` adds to ids.
+    the one before left). `repetition_penalty` r divides a positive logit and multiplies a negative one, once
+    for each id of prompt and output (the Hugging Face rule); `presence_penalty` and `frequency_penalty`
+    subtract from ids of the output alone, once and once per occurrence (OpenAI's rule). `logit_bias` adds to ids.
     One of `json_schema`, `regex`, `choice` and `grammar` (Lark) binds the output to a structure.
     `prompt_logprobs` k reports on every prompt token but the first as `logprobs` does on the output.
     `temperature` 0 (or too small to divide by), `top_k` 1 and `top_p` 0 are greedy; `top_k` 0 or -1 is off.
@@ -164,9 +164,10 @@ def _checked_bias(bias: Any) -> dict[int, float] | None:
         )
     checked: dict[int, float] = {}
     for key, value in bias.items():
-        digits = isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal()
-        token = int(key) if digits else key
-        if not _is_int(token) or token < 0:
+        token = key if isinstance(key, int) and not isinstance(key, bool) else -1
+        if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal():
+            token = int(key)
+        if token < 0:
             raise RequestError(f"logit_bias: {_shown(key)} is not a token id", "logit_bias")
         _check_float("logit_bias", value, -100.0, 100.0)
         checked[token] = float(value)

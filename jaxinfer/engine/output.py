@@ -68,7 +68,7 @@ class SequenceOutput:
         self.drawing = drawing
         self._scores: list[dict[int, Logprob] | None] | None = None
         if sampling.prompt_logprobs is not None and sequence.index == 0:
-            self._scores = [None] * sequence.num_prompt
+            self._scores = [None for _ in range(sequence.num_prompt)]
         self.stop_reason: str | int | None = None
         self.num_told = 0  # tokens that are in an event
         self._tokenizer = tokenizer

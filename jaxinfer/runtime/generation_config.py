@@ -111,7 +111,7 @@ def check_ids(key: str, ids: Iterable[int], vocab_size: int, where: str) -> None
 
 
 def _check(where: str, key: str, field: str, value: Any) -> None:
-    """Let SamplingParams judge a value; raises ConfigError with its message, and the file's word for the field."""
+    """Let SamplingParams judge a value; raises ConfigError with its message, in the file's word for it."""
     try:
         SamplingParams(**{field: value})
     except RequestError as error:

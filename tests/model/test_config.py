@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer import ConfigError, EngineConfig, ModelConfig, RequestError, SamplingParams
+from jaxinfer import ConfigError, ModelConfig
 from jaxinfer.config import LayerConfig, Llama3Rope
 
 GOOD = {
@@ -198,71 +198,3 @@ def test_llama3_without_its_original_length_is_one_warning(caplog: pytest.LogCap
 def test_a_broken_model_config_is_refused_by_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="rope" if key.startswith("rope") else key.removesuffix("s")):
         ModelConfig.from_hf({**GOOD, key: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dtype", "float16"),
-        ("max_num_seqs", 0),
-        ("max_num_seqs", 1.5),
-        ("page_size", 12),
-        ("num_pages", 1),
-        ("memory_utilization", "x"),
-        ("memory_utilization", 0),
-        ("seed", "a"),
-        ("compile_cache_dir", 3),
-        ("warmup", "some"),
-        ("enable_prefix_caching", True),
-        ("async_scheduling", True),
-        ("quantization", "int8"),
-        ("scheduling_policy", "priority"),
-        ("tensor_parallel_size", 2),
-        ("speculative", "ngram"),
-        ("surprise", 1),
-    ],
-)
-def test_engine_options_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        EngineConfig.from_kwargs(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("repetition_penalty", 1.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("logit_bias", {5: 1.0}),
-        ("prompt_logprobs", 1),
-        ("json_schema", {"type": "object"}),
-        ("regex", "a+"),
-        ("choice", ["yes"]),
-        ("grammar", "start: x"),
-    ],
-)
-def test_what_is_not_served_yet_is_refused_and_its_neutral_value_taken(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=name) as caught:
-        SamplingParams(**{name: value})
-    assert caught.value.param == name
-    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}.get(name)
-    assert SamplingParams(**{name: neutral}) == SamplingParams()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", 10**400),
-        ("temperature", float("inf")),
-        ("temperature", float("nan")),
-        ("top_p", 10**400),
-        ("n", 10**400),
-        ("stop", ["x"] * 65),
-        ("stop", "x" * 20000),
-        ("stop_token_ids", [1] * 5000),
-    ],
-)
-def test_absurd_parameters_are_refused_in_one_short_line(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=name) as caught:
-        SamplingParams(**{name: value})
-    assert len(str(caught.value)) < 300

@@ -32,7 +32,8 @@ class SamplingParams:
     Filters apply in this order: penalties and logit_bias, temperature, top_k, top_p, min_p (each over what
     the one before left). `repetition_penalty` r divides a positive logit and multiplies a negative one, once
     for each id of prompt and output (the Hugging Face rule); `presence_penalty` and `frequency_penalty`
-    subtract from ids of the output alone, once and once per occurrence (OpenAI's rule). `logit_bias` adds to ids.
+    subtract from ids of the output alone, once and once per occurrence (OpenAI's rule). `logit_bias` adds to
+    ids.
     One of `json_schema`, `regex`, `choice` and `grammar` (Lark) binds the output to a structure.
     `prompt_logprobs` k reports on every prompt token but the first as `logprobs` does on the output.
     `temperature` 0 (or too small to divide by), `top_k` 1 and `top_p` 0 are greedy; `top_k` 0 or -1 is off.

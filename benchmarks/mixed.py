@@ -1,6 +1,6 @@
 """A mixed load on the whole engine: what is wasted, who waits, what the prefix cache saves.
 
-    python -m benchmarks.mixed smollm2-135m [--requests 64 --quick --sync --invariant]
+    python -m benchmarks.mixed smollm2-135m [--requests 64 --parts load,stall --quick --sync --invariant]
 
 load          64 requests at once, prompts of 32-1024 and outputs of 16-256 tokens, greedy: tokens per second,
               share of packed tokens that was padding, share of step time that was Python, preemptions
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a sixteenth of the load, for a smoke test")
     parser.add_argument("--sync", action="store_true", help="without steps ahead")
     parser.add_argument("--invariant", action="store_true", help="batch_invariant=True")
+    parser.add_argument("--parts", default="load,shared,stall,prefix", help="which of them to run")
     args = parser.parse_args()
     count = max(4, args.requests // 16) if args.quick else args.requests
     length = 600 if args.quick else 8000
@@ -139,8 +140,9 @@ def main() -> None:
         "load": lambda: load(llm, count, 0, 1),
         "shared": lambda: load(llm, count, 512 if not args.quick else 64, 2),
         "stall": lambda: stall(llm, 8, length, 3),
-        "prefix": lambda: prefix(llm, 1024 if not args.quick else 200, 3, 4),
+        "prefix": lambda: prefix(llm, 1024 if not args.quick else 200, 3, 40),
     }
+    parts = {name: parts[name] for name in args.parts.split(",")}
     for name, part in parts.items():
         report[name] = {key: round(value, 4) for key, value in part().items()}
         print(

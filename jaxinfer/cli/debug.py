@@ -74,10 +74,10 @@ class LogTrace(Trace):
             logger.debug("%s arrived: %d prompt tokens, n %d", request.request_id, tokens, n)
 
     def step(
-        self, plan: StepPlan, bucket: str, gauges: dict[str, int], dispatched: float, waited: float,
-        done: float, told: float,
+        self, plan: StepPlan, bucket: str, padding: int, gauges: dict[str, int],
+        dispatched: float, waited: float, done: float, told: float,
     ) -> None:  # fmt: skip
-        self._inner.step(plan, bucket, gauges, dispatched, waited, done, told)
+        self._inner.step(plan, bucket, padding, gauges, dispatched, waited, done, told)
         spans = (told - dispatched, done - waited, told - done)
         logger.debug(
             "%r bucket %s: %.2f ms (waited %.2f, told %.2f); %s",

@@ -13,7 +13,6 @@ from jaxinfer.config.steps import (
     is_invariant,
     most_emitting,
     sample_ladder,
-    sample_overflow,
     shape_ladder,
 )
 
@@ -32,6 +31,5 @@ __all__ = [
     "is_invariant",
     "most_emitting",
     "sample_ladder",
-    "sample_overflow",
     "shape_ladder",
 ]

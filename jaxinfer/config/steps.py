@@ -98,16 +98,18 @@ def most_emitting(ladder: tuple[StepShape, ...]) -> int:
     return max(max(shape.decode_rows, shape.chunk_rows) for shape in ladder)
 
 
-CHANGES_A_ROW = (512, 8192)
-"""Changed logits a row that the sampler has buckets for: a page of text with penalties, and a long one."""
+FEW_CHANGES = 512
+"""Changed logits a row of the sampler's small buckets: a page of text with penalties."""
 
 
-def sample_ladder(ladder: tuple[StepShape, ...], vocab_size: int) -> tuple[SampleShape, ...]:
+def sample_ladder(
+    ladder: tuple[StepShape, ...], vocab_size: int, most_changes: int
+) -> tuple[SampleShape, ...]:
     """The buckets of the sampler beside those of the forward pass, cheapest first.
 
-    1, 2, 4, ... rows without changes, and three numbers of rows with few changes and with many (32 rows:
-    6 + 6). Of invariant ladders only 8 rows and all, or all where there is one shape. More changes than all
-    of them hold are a bucket of their own, made when met (`sample_overflow`).
+    1, 2, 4, ... rows without changes, and three numbers of rows with few changes and with as many as
+    `most_changes`, the most that one row can have (32 rows: 6 + 6). Of invariant ladders only 8 rows and all,
+    or all where there is one shape.
     """
     most_rows = most_emitting(ladder)
     few = min(8, most_rows)
@@ -115,14 +117,10 @@ def sample_ladder(ladder: tuple[StepShape, ...], vocab_size: int) -> tuple[Sampl
         rows = with_changes = {most_rows} if len(ladder) == 1 else {few, most_rows}
     else:
         rows, with_changes = set(_powers(1, most_rows)), {1, few, most_rows}
+    most = min(most_changes, vocab_size)
     shapes = {SampleShape(b, 0) for b in rows}
-    shapes |= {SampleShape(b, b * min(n, vocab_size)) for b in with_changes for n in CHANGES_A_ROW}
+    shapes |= {SampleShape(b, b * n) for b in with_changes for n in (min(FEW_CHANGES, most), most)}
     return tuple(sorted(shapes))
-
-
-def sample_overflow(most_rows: int, changes: int) -> SampleShape:
-    """The bucket for a step with more changes than any of the ladder holds."""
-    return SampleShape(most_rows, 1 << (changes - 1).bit_length())
 
 
 def _powers(low: int, high: int) -> list[int]:

@@ -11,6 +11,9 @@ from typing import Any
 
 from jaxinfer.core.errors import RequestError
 
+MAX_N = 128
+"""Most continuations of one request."""
+
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (OpenAI's own limit)."""
 
@@ -92,7 +95,7 @@ class SamplingParams:
                 "stop_token_ids",
             )
         object.__setattr__(self, "stop_token_ids", tuple(ids))
-        _check_int("n", self.n, 1, 128)
+        _check_int("n", self.n, 1, MAX_N)
         _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
         _check_int("min_tokens", self.min_tokens, 0, None)
         _check_int("top_k", self.top_k, -1, None)

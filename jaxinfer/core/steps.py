@@ -119,7 +119,8 @@ class Sampled:
 
     @property
     def finite(self) -> bool:
-        """False when the row's logits held NaN or infinity: its token means nothing."""
+        """False when the row's logits held NaN or infinity, or (rank 0) no id could be chosen: its token
+        means nothing."""
         return math.isfinite(self.logprob)
 
 
@@ -138,8 +139,9 @@ class Runner(Protocol):
     """The device as the engine sees it.
 
     A step that fails raises from any of the three calls; the runner has then already replaced the KV state (a
-    donated cache is gone after a failed step), so every page's content is lost, every step in flight is void,
-    and the engine recomputes. An exception with an attribute `kv_lost` False was raised before the device was
+    donated cache is gone after a failed step), so all pages' content is lost and the engine recomputes. When
+    `dispatch` raises, the step before it can still be fetched; steps after one that failed in `sample` or
+    `fetch` are void. An exception with an attribute `kv_lost` False was raised before the device was
     touched: pages are intact.
     """
 

@@ -19,9 +19,7 @@ class Draft:
 
     def room(self, sequence: Sequence) -> int:
         """Tokens of `sequence` for which budget is left."""
-        count = min(sequence.pending, self.budget)
-        # A slice of one token runs where no prompt is scored; its turn comes in a step with more budget.
-        return 0 if count == 1 and targets_of(sequence, count) else count
+        return runnable(sequence, min(sequence.pending, self.budget))
 
     def take(self, sequence: Sequence, count: int) -> None:
         """Run `count` tokens of `sequence`, which has pages for them."""
@@ -47,6 +45,12 @@ class Draft:
             sequence.ahead += piece.count
             sequence.drawing += piece.emit
         return StepPlan(step, tuple(slices), tuple(self.preempted), tuple(self.copies.values()))
+
+
+def runnable(sequence: Sequence, count: int) -> int:
+    """`count`, or 0 where that is one token of a prompt to score: a slice of one token runs where nothing is
+    scored. Its turn comes in a step with more budget, or more pages."""
+    return 0 if count == 1 and targets_of(sequence, count) else count
 
 
 def targets_of(sequence: Sequence, count: int) -> tuple[int, ...]:

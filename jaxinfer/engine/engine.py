@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxinfer.core import (
+    MAX_N,
     STRUCTURES,
     Draw,
     FinishReason,
@@ -87,11 +88,11 @@ class Engine:
         self._uids = itertools.count()
         self._outputs: dict[int, SequenceOutput] = {}  # by uid: every unfinished sequence
         self._uids_of: dict[str, set[int]] = {}  # by request id: its unfinished sequences
-        self._deadlines: list[
-            tuple[float, int, Request]
-        ] = []  # a heap of (time, uid of the first sequence, ...)
+        # A heap of (time, request id, uid of its first sequence, timeout); rid of the ended when they abound.
+        self._deadlines: list[tuple[float, str, int, float]] = []
         self._unsaid: list[TokenEvent] = []  # the ends of cancelled sequences, for the next step to tell
         self._flight: Flight | None = None
+        self._unread = False  # a step was dropped: an error of it would come to light in the next one
         self._counters = Counters()
         self._next_full_check = float("-inf")
 
@@ -133,8 +134,11 @@ class Engine:
             self.scheduler.add(output.sequence)
         self._uids_of[request.request_id] = {output.sequence.uid for output in outputs}
         if request.timeout_s is not None:
-            first = outputs[0].sequence.uid
-            heapq.heappush(self._deadlines, (now + request.timeout_s, first, request))
+            entry = (now + request.timeout_s, request.request_id, outputs[0].sequence.uid, request.timeout_s)
+            heapq.heappush(self._deadlines, entry)
+            if len(self._deadlines) > 64 + 2 * len(self._uids_of):
+                self._deadlines = [d for d in self._deadlines if self._is_unfinished(d[1], d[2])]
+                heapq.heapify(self._deadlines)
         self._counters.requests += 1
         self._counters.prompt_tokens += len(request.prompt_token_ids)
         self.trace.arrived(request, now)
@@ -198,7 +202,10 @@ class Engine:
                 failure = error
             counters.dispatch_s += clock() - planned
         if before is not None and not self._finish(before, events):
-            return  # its failure made the new step void, too
+            # Its failure made the new step void, too; where the pages are intact, that one is forgotten.
+            if plan is not None and self.scheduler.flies(plan):
+                self.scheduler.undo(plan)
+            return
         if plan is None:
             return
         if failure is None and started is not None:
@@ -253,6 +260,7 @@ class Engine:
         done = clock()
         counters.wait_s += done - waiting
         outcomes = self.scheduler.commit(flight.plan, result)
+        self._unread = False
         counters.failed_in_a_row = 0
         counters.steps += 1
         counters.computed_tokens += flight.plan.num_tokens
@@ -264,8 +272,12 @@ class Engine:
         told = clock()
         counters.engine_s += told - done
         if self.trace is not NO_TRACE:
-            bucket = str(getattr(flight.pending, "shape", ""))
-            self.trace.step(flight.plan, bucket, self._gauges(), flight.dispatched_at, waiting, done, told)
+            shape = getattr(flight.pending, "shape", None)
+            padding = 0 if shape is None else shape.tokens - flight.plan.num_tokens
+            bucket = "" if shape is None else str(shape)
+            self.trace.step(
+                flight.plan, bucket, padding, self._gauges(), flight.dispatched_at, waiting, done, told
+            )
             for outcome in outcomes:
                 if outcome.sampled is not None:
                     self.trace.token(outcome.sequence, done)
@@ -277,7 +289,9 @@ class Engine:
         counters.steps += 1
         counters.failed_steps += 1
         counters.failed_in_a_row += 1
-        for outcome in self.scheduler.fail(plan, error):
+        # The error may be of a step that nobody waited for: then it is found out who fails alone.
+        sure, self._unread = not self._unread, False
+        for outcome in self.scheduler.fail(plan, error, sure=sure):
             events.append(self._tell(outcome))
 
     def _forget_void_flight(self) -> None:
@@ -285,17 +299,18 @@ class Engine:
         whatever runs next runs after it."""
         if self._flight is not None and not self.scheduler.current(self._flight.plan):
             self.scheduler.retire(self._flight.plan)
-            self._flight = None
+            self._flight, self._unread = None, True
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is up."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, first, request = heapq.heappop(self._deadlines)
-            # Else it has ended, and its id may be that of a later request by now.
-            if any(
-                first <= uid < first + request.sampling.n for uid in self._uids_of.get(request.request_id, ())
-            ):
-                self.cancel(request.request_id, f"not finished within its timeout of {request.timeout_s:g} s")
+            _, request_id, first, timeout = heapq.heappop(self._deadlines)
+            if self._is_unfinished(request_id, first):
+                self.cancel(request_id, f"not finished within its timeout of {timeout:g} s")
+
+    def _is_unfinished(self, request_id: str, first: int) -> bool:
+        """Whether the request whose sequences begin at uid `first` runs; its id may be a later one's."""
+        return any(first <= uid < first + MAX_N for uid in self._uids_of.get(request_id, ()))
 
     def _end_untold(self, error: BaseException) -> None:
         """A step broke off: end ("error") whoever has a token, or an end, that was recorded and not told."""
@@ -352,13 +367,13 @@ class Engine:
             reason = "stop"  # a match that only the end of the text decided
         metrics = sequence_metrics(sequence, self.clock())
         event = output.event(text, sampled, reason, error, metrics)  # whatever it raises, nobody is forgotten
-        self._counters.ended(reason, metrics)
-        self.trace.ended(sequence, reason, self.clock())
+        self._counters.ended(sequence, reason, metrics)
         del self._outputs[sequence.uid]
         request_id = sequence.request.request_id
         self._uids_of[request_id].discard(sequence.uid)
         if not self._uids_of[request_id]:
             del self._uids_of[request_id]
+        self.trace.ended(sequence, reason, self.clock())
         return event
 
     # ------------------------------------------------------------------------------------- health

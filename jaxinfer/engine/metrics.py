@@ -73,10 +73,10 @@ class Counters:
     ttft_s: Spread = field(default_factory=Spread)
     tpot_s: Spread = field(default_factory=Spread)
 
-    def ended(self, reason: FinishReason, metrics: RequestMetrics) -> None:
-        """Count the end of one sequence."""
+    def ended(self, sequence: Sequence, reason: FinishReason, metrics: RequestMetrics) -> None:
+        """Count the end of one sequence. A prompt counts once, as its first continuation found it."""
         self.finished[reason] += 1
-        self.cached_tokens += metrics.cached_tokens
+        self.cached_tokens += 0 if sequence.index else metrics.cached_tokens
         for name in ("queue_s", "ttft_s", "tpot_s"):
             if (value := getattr(metrics, name)) is not None:
                 getattr(self, name).add(value)

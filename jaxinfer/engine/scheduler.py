@@ -43,7 +43,7 @@ from jaxinfer.core import (
     StepPlan,
     StepResult,
 )
-from jaxinfer.engine.draft import Draft
+from jaxinfer.engine.draft import Draft, runnable
 from jaxinfer.engine.pages import PagePool, pages_for
 from jaxinfer.engine.queue import WaitingQueue, rank_of, remove_ranked
 from jaxinfer.engine.tables import Found, PageTables
@@ -170,7 +170,7 @@ class Scheduler:
         if sequence.num_output + sequence.drawing >= sequence.max_tokens:
             return False  # the token in flight is its last one
         while count := draft.room(sequence):
-            count = min(count, self.tables.reach(sequence) - sequence.planned)
+            count = runnable(sequence, min(count, self.tables.reach(sequence) - sequence.planned))
             if count > 0:
                 self.tables.extend(sequence, sequence.planned + count)
                 draft.take(sequence, count)
@@ -197,7 +197,8 @@ class Scheduler:
             found = self.tables.find(sequence, (s for s in siblings if s.uid not in draft.copies))
             if len(self.running) >= self.limits.max_num_seqs or not self._fits(sequence, found):
                 # Under "priority" someone urgent may have come after whoever runs.
-                if self.running and self.running[-1].rank > sequence.rank:
+                last = self.running[-1] if self.running else sequence
+                if last.rank > sequence.rank and self._would_fit(sequence, found):
                     self._preempt(self.running[-1], draft)
                     continue
                 return
@@ -217,6 +218,14 @@ class Scheduler:
         wanted = sum(self._soon(s) - s.live_pages for s in self.running)
         shared = sum(page > 0 and self.pool.count(page) > 0 for page in found.pages)
         return wanted + self._soon(sequence) - shared <= self.pool.num_available
+
+    def _would_fit(self, sequence: Sequence, found: Found) -> bool:
+        """Whether `_fits` could come true if all that is less urgent gave its pages back."""
+        more_urgent = [s for s in self.running if s.rank < sequence.rank]
+        wanted = sum(self._soon(s) for s in more_urgent) + self._soon(sequence)
+        held = {page for s in more_urgent for page in s.pages}
+        shared = sum(page in held for page in found.pages if page)
+        return wanted - shared <= self.limits.usable_pages
 
     def _soon(self, sequence: Sequence) -> int:
         """Pages; never fewer than it holds, its slice of this step included."""
@@ -278,8 +287,11 @@ class Scheduler:
             sequence.ahead -= piece.count
             sequence.drawing -= piece.emit
             if sampled is not None and not sampled.finite:
-                self.tables.forget(sequence)
-                self._end(sequence, "error", "the model's logits were not finite (NaN or infinity)")
+                message = "no token is left to choose: biases, masks and held-back ids exclude all"
+                if sampled.rank:
+                    message = "the model's logits were not finite (NaN or infinity)"
+                    self.tables.forget(sequence)
+                self._end(sequence, "error", message)
                 outcomes.append(Outcome(sequence))
                 continue
             self.tables.advance(sequence)
@@ -315,7 +327,7 @@ class Scheduler:
             self._end(sequence, "length")
         return Outcome(sequence, sampled, stop_reason, scores, scored_from)
 
-    def fail(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+    def fail(self, plan: StepPlan, error: BaseException, *, sure: bool = True) -> list[Outcome]:
         """A step raised, and the content of every page is lost: all that runs is recomputed, and a step in
         flight behind it is void.
 
@@ -324,23 +336,17 @@ class Scheduler:
 
         A plan of one sequence names the culprit, which ends with "error". Otherwise each sequence of the
         plan is suspect: it runs in a step of its own until it is past the place where the plan failed, so
-        that only what fails alone is given up and the others go on.
+        that only what fails alone is given up and the others go on. The same where it is not `sure` that the
+        error is of this plan: a step before it was not read.
         """
         kv_lost = getattr(error, "kv_lost", True)
         current = self.current(plan)
-        self.retire(plan)
         if kv_lost:
+            self.retire(plan)
             self.abandon()
         else:
-            uncopied = {target for _, target in plan.copies}
-            for piece in plan.slices:
-                if piece.uid in current:
-                    current[piece.uid].ahead -= piece.count
-                    current[piece.uid].drawing -= piece.emit
-            for sequence in tuple(self.running):
-                if uncopied.intersection(sequence.pages):  # one of its pages was to be filled by this step
-                    self._requeue(sequence)
-        if len(plan.slices) > 1:
+            self.undo(plan)
+        if len(plan.slices) > 1 or not sure:
             for piece in plan.slices:
                 if piece.uid in current:
                     self._suspects[piece.uid] = piece.start + piece.count
@@ -350,6 +356,19 @@ class Scheduler:
         for sequence in current.values():
             self._end(sequence, "error", f"the step failed {where} ({type(error).__name__})")
         return [Outcome(sequence) for sequence in current.values()]
+
+    def undo(self, plan: StepPlan) -> None:
+        """A plan did not run, and the pages are as they were: forget it."""
+        self.retire(plan)
+        uncopied = {target for _, target in plan.copies}
+        current = self.current(plan)
+        for piece in plan.slices:
+            if piece.uid in current:
+                current[piece.uid].ahead -= piece.count
+                current[piece.uid].drawing -= piece.emit
+        for sequence in tuple(self.running):
+            if uncopied.intersection(sequence.pages):  # one of its pages was to be filled by this step
+                self._requeue(sequence)
 
     def abandon(self) -> None:
         """What the pages hold is lost, or not known (Ctrl-C amid a step): all that runs is recomputed, every
@@ -363,6 +382,10 @@ class Scheduler:
         """By uid: the sequences of a plan that are still in the epoch it was planned in."""
         epochs = {piece.uid: piece.epoch for piece in plan.slices}
         return {s.uid: s for s in self.running if epochs.get(s.uid) == s.epoch}
+
+    def flies(self, plan: StepPlan) -> bool:
+        """Whether a plan is in flight."""
+        return plan.step in self._in_flight
 
     def retire(self, plan: StepPlan) -> None:
         """A plan has left the device, or nobody waits for it any more."""

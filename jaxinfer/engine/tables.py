@@ -70,7 +70,8 @@ class PageTables:
             if sequence.pages[index]:
                 self.pool.free([sequence.pages[index]])
                 sequence.pages[index] = 0
-        sequence.cached_tokens = max(sequence.cached_tokens, min(sequence.computed, sequence.num_prompt))
+        if not sequence.epoch:  # later it would find what it has computed itself
+            sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
         return copy
 
     # ------------------------------------------------------------------------------------ running

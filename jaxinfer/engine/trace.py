@@ -6,13 +6,19 @@ engine (steps, and counters of pages and sequences), process 2 has a track for e
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import IO, Any
 
 from jaxinfer.core import ConfigError, FinishReason, Request, Sequence, StepPlan
 
+logger = logging.getLogger(__name__)
+
 ENGINE, REQUESTS = 1, 2
+EVEN, ODD, HOST = 1, 2, 3
+"""Tracks of the engine: a step begins before the one before it has ended, so they take turns."""
 FLUSH_EVERY = 64
 """Events between two flushes, so that the trace of a process that was killed is nearly whole."""
 
@@ -24,8 +30,8 @@ class Trace:
         """A request was queued."""
 
     def step(
-        self, plan: StepPlan, bucket: str, gauges: dict[str, int], dispatched: float, waited: float,
-        done: float, told: float,
+        self, plan: StepPlan, bucket: str, padding: int, gauges: dict[str, int],
+        dispatched: float, waited: float, done: float, told: float,
     ) -> None:  # fmt: skip
         """A step is recorded: started at `dispatched`, waited for from `waited` to `done`, told by `told`."""
 
@@ -51,6 +57,7 @@ class FileTrace(Trace):
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the engine
         except OSError as error:
             raise ConfigError(f"trace: {path} cannot be written ({error.strerror or error})") from None
+        self._failed = False
         self._began: float | None = None
         self._count = 0
         self._file.write("[\n")
@@ -64,12 +71,13 @@ class FileTrace(Trace):
         )
 
     def step(
-        self, plan: StepPlan, bucket: str, gauges: dict[str, int], dispatched: float, waited: float,
-        done: float, told: float,
+        self, plan: StepPlan, bucket: str, padding: int, gauges: dict[str, int],
+        dispatched: float, waited: float, done: float, told: float,
     ) -> None:  # fmt: skip
         args: dict[str, Any] = {
             "bucket": bucket,
             "tokens": plan.num_tokens,
+            "padding": padding,
             "slices": [f"{p.uid}: {p.start}+{p.count}{' emits' if p.emit else ''}" for p in plan.slices],
             "preempted": list(plan.preempted),
             "copies": len(plan.copies),
@@ -79,7 +87,7 @@ class FileTrace(Trace):
         self._write(
             {
                 **common,
-                "tid": 1,
+                "tid": EVEN + plan.step % 2,
                 "ts": start,
                 "dur": self._us(done) - start,
                 "name": f"step {plan.step}",
@@ -88,10 +96,12 @@ class FileTrace(Trace):
         )
         wait = self._us(waited)
         self._write(
-            {**common, "tid": 2, "ts": wait, "dur": self._us(done) - wait, "name": "wait for the device"}
+            {**common, "tid": HOST, "ts": wait, "dur": self._us(done) - wait, "name": "wait for the device"}
         )
         end = self._us(done)
-        self._write({**common, "tid": 2, "ts": end, "dur": self._us(told) - end, "name": "record and tell"})
+        self._write(
+            {**common, "tid": HOST, "ts": end, "dur": self._us(told) - end, "name": "record and tell"}
+        )
         self._write({"ph": "C", "pid": ENGINE, "ts": end, "name": "gauges", "args": gauges})
 
     def token(self, sequence: Sequence, now: float) -> None:
@@ -140,8 +150,11 @@ class FileTrace(Trace):
                 )
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.write("{}]\n")  # the comma after the last event wants a successor
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):
+            if not self._failed:
+                self._file.write("{}]\n")  # the comma after the last event wants a successor
             self._file.close()
 
     def _us(self, seconds: float) -> int:
@@ -150,7 +163,14 @@ class FileTrace(Trace):
         return round((seconds - self._began) * 1e6)
 
     def _write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps(event) + ",\n")
-        self._count += 1
-        if self._count % FLUSH_EVERY == 0:
-            self._file.flush()
+        """A disk that is full ends the trace, and nothing else."""
+        if self._failed or self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(event) + ",\n")
+            self._count += 1
+            if self._count % FLUSH_EVERY == 0:
+                self._file.flush()
+        except OSError as error:
+            self._failed = True
+            logger.error("the trace ends here: %s cannot be written (%s)", self._file.name, error.strerror)

@@ -104,6 +104,13 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
         raise RequestError(
             "prompt_logprobs needs a max_num_batched_tokens and a page_size of at least 2", "prompt_logprobs"
         )
+    num_prompt = len(request.prompt_token_ids)
+    if sampling.prompt_logprobs is not None and limits.most_pages(num_prompt, 2) > limits.usable_pages:
+        raise RequestError(
+            f"prompt_logprobs of {num_prompt} tokens needs {limits.most_pages(num_prompt, 2)} pages; "
+            f"the KV pool has {limits.usable_pages}",
+            "prompt_logprobs",
+        )
     priority, salt, timeout = request.priority, request.cache_salt, request.timeout_s
     if type(priority) is not int or abs(priority) > MAX_PRIORITY:
         raise RequestError(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.config import SampleShape, sample_overflow
+from jaxinfer.config import SampleShape
 from jaxinfer.core import Draw
 from jaxinfer.runtime.inputs import Layout
 from jaxinfer.runtime.sample import Changes, SamplingInputs
@@ -38,15 +38,13 @@ def _neutral(shape: SampleShape) -> np.ndarray:
 
 
 def choose_shape(draws: Seq[Draw | None], ladder: tuple[SampleShape, ...]) -> SampleShape:
-    """The cheapest bucket for the rows 0 .. len(draws) - 1 and their changes, of the ladder if one holds
-    them."""
+    """The cheapest bucket for the rows 0 .. len(draws) - 1 and their changes. The ladder holds any."""
     rows = len(draws)
     changes = sum(len(draw.changes) for draw in draws if draw is not None and draw.changes is not None)
     for shape in ladder:
         if shape.rows >= rows and (shape.changes >= changes if changes else not shape.changes):
             return shape
-    assert rows <= ladder[-1].rows, f"{rows} Draws, at most {ladder[-1].rows} rows can emit"
-    return sample_overflow(ladder[-1].rows, changes)
+    raise AssertionError(f"{rows} Draws with {changes} changes do not fit {ladder[-1]}")
 
 
 def mask_words(vocab_size: int) -> int:

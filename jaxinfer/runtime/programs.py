@@ -50,7 +50,7 @@ class Programs:
     """Every program that a runner calls, compiled when asked for and kept.
 
     graph, state: the model as `nnx.split` gives it; kv: its KVState, as shapes. With `strict`, a program that
-    is missing once `warm` is set is an error.
+    is missing once `warm` is set is an error. `most_changes`: changed logits that one row can have.
     """
 
     def __init__(
@@ -63,13 +63,14 @@ class Programs:
         *,
         table_width: int,
         platform: str,
+        most_changes: int,
         sampled_vocab: int | None = None,
         strict: bool = False,
     ):
         self.ladder = ladder
         self.most_emitting = most_emitting(ladder)
         self.most_tokens = max(shape.tokens for shape in ladder)
-        self.samples = sample_ladder(ladder, config.vocab_size)
+        self.samples = sample_ladder(ladder, config.vocab_size, most_changes)
         self.planned: tuple[Bucket, ...] = (*ladder, *self.samples, SCORE, COPY)
         self.manifest: list[ProgramRecord] = []
         self.compiled: dict[Bucket, Program] = {}
@@ -159,15 +160,23 @@ def _kind(bucket: Bucket) -> str:
     return "forward" if isinstance(bucket, StepShape) else "sample"
 
 
+def _padding(record: ProgramRecord) -> str:
+    """The share of a forward program's tokens that was padding."""
+    if record.kind != "forward" or not record.calls:
+        return "-"
+    size = int(record.bucket.removeprefix("T").split("/")[0])
+    return f"{1 - record.tokens / (size * record.calls):.0%}"
+
+
 def manifest_table(manifest: list[ProgramRecord]) -> list[tuple[str, ...]]:
     """The manifest as rows of text under a heading, for a log or a terminal."""
-    heading = ("kind", "bucket", "reason", "compile s", "temp MB", "aliased MB", "calls")
+    heading = ("kind", "bucket", "reason", "compile s", "temp MB", "aliased MB", "calls", "padding")
     return [
         heading,
         *(
             (
                 r.kind, r.bucket, r.reason, f"{r.compile_s:.2f}", f"{r.temp_bytes / 1e6:.1f}",
-                f"{r.aliased_bytes / 1e6:.1f}", str(r.calls),
+                f"{r.aliased_bytes / 1e6:.1f}", str(r.calls), _padding(r),
             )
             for r in manifest
         ),

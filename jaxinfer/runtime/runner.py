@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxinfer.config import ModelConfig, StepShape
 from jaxinfer.core import Draw, Sampled, StepPlan, StepResult
+from jaxinfer.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS
 from jaxinfer.model.kv import KVState, create_kv
 from jaxinfer.progress import phase
 from jaxinfer.runtime import draws as step_draws
@@ -19,6 +20,10 @@ from jaxinfer.runtime import inputs, steps
 from jaxinfer.runtime.programs import COPY, SCORE, Bucket, Program, Programs, manifest_table
 
 logger = logging.getLogger(__name__)
+
+
+MAX_OTHER_CHANGES = MAX_BIASES + MAX_STOP_TOKEN_IDS + 64
+"""Changed logits of a row besides the tokens of its text: biases, stop ids that are held back, end ids."""
 
 
 class Pending:
@@ -83,7 +88,7 @@ class JaxRunner:
         self._kv_bytes = sum(x.nbytes for x in jax.tree.leaves(self.kv))
         self.programs = Programs(
             config, graph, state, shapes, ladder, table_width=self.table_width, platform=platform,
-            sampled_vocab=sampled_vocab, strict=strict,
+            most_changes=max_model_len + MAX_OTHER_CHANGES, sampled_vocab=sampled_vocab, strict=strict,
         )  # fmt: skip
         self._most_emitting = self.programs.most_emitting
         self._tokens_run = self._tokens_padded = 0
@@ -113,14 +118,15 @@ class JaxRunner:
                 self.programs.make(bucket, "warm-up")
                 advance(1)
         self.programs.warm = True
+        for row in self.manifest_table():
+            logger.info("%s", "  ".join(row))
 
     def _program(self, bucket: Bucket, step: int) -> Program:
         """A program for use in a step."""
         if bucket in self.programs.compiled:
             return self.programs[bucket]
         with phase(f"compiling {bucket}", wanted=self._progress):
-            met = "first used" if bucket in self.programs.planned else "more changes than planned for"
-            return self.programs.make(bucket, f"{met} at step {step}")
+            return self.programs.make(bucket, f"first used at step {step}")
 
     # ------------------------------------------------------------------------------------ steps
 
@@ -162,6 +168,7 @@ class JaxRunner:
         except Exception:
             self._recover()
             raise
+        program.record.tokens += plan.num_tokens
         self._last_rows, self._last_tokens = {}, None
         self._last = Pending(plan, shape, emitted, scores, self._generation)
         return self._last

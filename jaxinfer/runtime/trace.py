@@ -53,7 +53,7 @@ class ProgramRecord:
     """One line of the compile manifest. Bytes are XLA's own plan for the program (memory_analysis).
 
     kind: forward, sample, score or copy. `aliased_bytes` is what it updates in place; for forward and copy
-    the whole KV pool, or something is copied.
+    the whole KV pool, or something is copied. `tokens` counts what a forward program ran but its padding.
     """
 
     kind: str
@@ -63,6 +63,7 @@ class ProgramRecord:
     temp_bytes: int
     aliased_bytes: int
     calls: int = 0
+    tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

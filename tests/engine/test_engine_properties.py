@@ -139,6 +139,7 @@ def requests(draw: st.DrawFn, name: str, tokens: st.SearchStrategy[int] = HARMLE
             temperature=draw(st.sampled_from([0.0, 1.0])),
             stop_token_ids=draw(st.sampled_from([(), (11,), (11, 12, 13)])),
             ignore_eos=draw(st.booleans()),
+            prompt_logprobs=draw(st.sampled_from([None] * 5 + [0])),
         ),
         priority=draw(st.sampled_from([0, 0, -3, 5])),
         cache_salt=draw(st.sampled_from([None, None, "salt"])),

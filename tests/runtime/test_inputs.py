@@ -261,7 +261,7 @@ def test_the_fullest_plans_fit(rows: int, budget: int) -> None:
 def test_the_number_of_programs() -> None:
     defaults = EngineConfig()
     ladder = shape_ladder(defaults.max_num_seqs, defaults.max_num_batched_tokens)
-    assert len(ladder) + len(sample_ladder(ladder, 49152)) + 2 <= 40  # and one to score, one to copy
+    assert len(ladder) + len(sample_ladder(ladder, 49152, 13_000)) + 2 <= 40  # and one to score, one to copy
     assert most_emitting(ladder) == defaults.max_num_seqs
     assert len(shape_ladder(32, 512)) <= 24
     assert len(shape_ladder(256, 8192)) <= 60

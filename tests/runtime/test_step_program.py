@@ -35,7 +35,9 @@ TINY_KV = abstract_kv(TINY, NUM_PAGES, PAGE_SIZE)
 
 @functools.cache
 def tiny_programs() -> Programs:
-    return Programs(TINY, *tiny_params(), TINY_KV, LADDER, table_width=TABLE_WIDTH, platform="cpu")
+    return Programs(
+        TINY, *tiny_params(), TINY_KV, LADDER, table_width=TABLE_WIDTH, platform="cpu", most_changes=600
+    )
 
 
 def compiled(programs: Programs, bucket: Bucket) -> jax.stages.Compiled:
@@ -65,7 +67,7 @@ def test_a_real_model_updates_its_pages_in_place(bucket: Bucket) -> None:
     kv = abstract_kv(config, 8209, 16)
     ladder = (StepShape(32, 32, 0), StepShape(144, 16, 16))
     graph, state = abstract_model(config, tiny_build())
-    programs = Programs(config, graph, state, kv, ladder, table_width=512, platform="cpu")
+    programs = Programs(config, graph, state, kv, ladder, table_width=512, platform="cpu", most_changes=600)
     program = compiled(programs, bucket)
     assert pool_problems(program, kv) == []
     memory = program.memory_analysis()
@@ -76,7 +78,9 @@ def test_a_real_model_updates_its_pages_in_place(bucket: Bucket) -> None:
 def test_bfloat16_pages_are_updated_in_place() -> None:
     graph, state = abstract_model(TINY, tiny_build("bfloat16"))
     kv = abstract_kv(TINY, NUM_PAGES, PAGE_SIZE, jnp.bfloat16)
-    programs = Programs(TINY, graph, state, kv, LADDER, table_width=TABLE_WIDTH, platform="cpu")
+    programs = Programs(
+        TINY, graph, state, kv, LADDER, table_width=TABLE_WIDTH, platform="cpu", most_changes=600
+    )
     for bucket in (StepShape(4, 4, 0), COPY):
         assert pool_problems(compiled(programs, bucket), kv) == []
 
@@ -87,7 +91,7 @@ def test_scores_of_a_long_step_need_a_block_of_logits_alone() -> None:
     graph, state = abstract_model(config, tiny_build())
     ladder = (StepShape(2048, 0, 8),)
     kv = abstract_kv(config, 9, 16)
-    programs = Programs(config, graph, state, kv, ladder, table_width=512, platform="cpu")
+    programs = Programs(config, graph, state, kv, ladder, table_width=512, platform="cpu", most_changes=600)
     memory = compiled(programs, SCORE).memory_analysis()
     assert memory is not None
     block = steps.SCORE_ROWS * config.vocab_size * 4

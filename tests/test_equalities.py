@@ -55,6 +55,14 @@ class Asked:
             "plain": {"temperature": 1.0},
             "filtered": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
             "three": {"temperature": 1.2, "n": 3},
+            "penalised": {
+                "temperature": 0.9,
+                "repetition_penalty": 1.3,
+                "presence_penalty": 0.4,
+                "frequency_penalty": 0.3,
+                "logit_bias": {5: 4.0, 7: -5.0},
+            },
+            "scored": {"temperature": 0.0, "prompt_logprobs": 1},
             "held": {"temperature": 0.7, "min_tokens": 4, "stop_token_ids": tuple(range(20))},
         }
         return SamplingParams(
@@ -83,6 +91,16 @@ def same(got: list[RequestOutput], requests: list[Asked]) -> None:
                 for token in here:
                     assert abs(here[token].logprob - there[token].logprob) < LOGPROB_ERROR
                     assert here[token].rank == there[token].rank
+        same_scores(output, expected)
+
+
+def same_scores(output: RequestOutput, expected: RequestOutput) -> None:
+    assert (output.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+    for here, there in zip(output.prompt_logprobs or (), expected.prompt_logprobs or (), strict=True):
+        assert (here is None) == (there is None)
+        for token in here or {}:
+            assert there is not None
+            assert abs(here[token].logprob - there[token].logprob) < LOGPROB_ERROR  # type: ignore[index]
 
 
 def run(
@@ -111,7 +129,7 @@ asked = st.builds(
     Asked,
     lengths,
     st.integers(0, 5),
-    st.sampled_from(["greedy", "greedy", "plain", "filtered", "three", "held"]),
+    st.sampled_from(["greedy", "greedy", "plain", "filtered", "three", "held", "penalised", "scored"]),
 )
 
 
@@ -183,7 +201,7 @@ def test_any_load_under_any_limits_is_alone(page_size: int, data: st.DataObject)
         requests,
         page_size,
         data.draw(options, label="options"),
-        max_num_batched_tokens=data.draw(st.one_of(st.integers(1, 12), st.integers(1, 64)), label="budget"),
+        max_num_batched_tokens=data.draw(st.one_of(st.integers(2, 12), st.integers(2, 64)), label="budget"),
         max_num_seqs=data.draw(st.integers(1, 8), label="max_num_seqs"),
         num_pages=data.draw(st.integers(least, least + 10), label="num_pages"),
     )
@@ -214,7 +232,7 @@ def test_what_is_found_in_the_cache_is_what_would_be_computed(page_size: int, ah
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @settings(max_examples=10)
 @given(data=st.data())
-def test_cancelled_and_interrupted_at_any_point(page_size: int, data: st.DataObject) -> None:
+def test_cancelled_at_any_point(page_size: int, data: st.DataObject) -> None:
     """A request cancelled after any step: what it said and what the others say is that of `cold`."""
     requests = data.draw(st.lists(asked, min_size=2, max_size=5))
     llm = engine_over(runner_of(page_size), data.draw(options), num_pages=1 + 256 // page_size)
@@ -236,6 +254,35 @@ def test_cancelled_and_interrupted_at_any_point(page_size: int, data: st.DataObj
         for index, part in enumerate(cold(each).outputs):
             got = tuple(told.get((name, index), ()))
             assert got == (part.token_ids[: len(got)] if name == doomed else part.token_ids)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_preempted_at_any_point(page_size: int, data: st.DataObject) -> None:
+    """Any running sequence gives its pages back after any steps, also while a step of it is in flight."""
+    requests = data.draw(st.lists(asked, min_size=1, max_size=4))
+    llm = engine_over(runner_of(page_size), data.draw(options))
+    engine, told = llm.engine, {}
+    names = {}
+    for each in requests:
+        request = llm.prepare(each.prompt, each.sampling)
+        names[request.request_id] = each
+        engine.add(request)
+    victims = data.draw(st.lists(st.tuples(st.integers(0, 25), st.integers(0, 5)), max_size=5))
+    step = 0
+    while engine.has_work:
+        for when, which in victims:
+            if when == step and engine.scheduler.running:
+                running = engine.scheduler.running
+                engine.scheduler._requeue(running[which % len(running)])
+                assert engine.check() == []
+        step += 1
+        for event in engine.step():
+            told.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+    for (name, index), tokens in told.items():
+        assert tuple(tokens) == cold(names[name]).outputs[index].token_ids
     assert_idle(llm)
 
 

@@ -67,25 +67,17 @@ def shape_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepSh
     return tuple(sorted(shapes))
 
 
-def invariant_ladder(
-    max_num_seqs: int, max_num_batched_tokens: int, *, rows_are_independent: bool = False
-) -> tuple[StepShape, ...]:
-    """The buckets of a run whose ids and logprobs do not depend on the batch, the chunks or the cache.
+def invariant_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
+    """The one bucket of a run whose ids and logprobs do not depend on the batch, the chunks or the cache.
 
     A product of 512 rows may add its terms in another order than one of 8, and so may each kernel that a
     library picks by shape. With one shape every token goes through the same instructions in the same order,
     wherever in the step it stands: one-token slices run as chunks, tiles of queries have one size, blocks of
-    keys begin at multiples of their size, and the sampler has one number of rows.
-
-    `rows_are_independent` says that the device's products add each row's terms in the same order however many
-    rows there are (XLA's on CPU do, from 2 rows on; tests/runtime/test_invariance.py). Then a few shapes,
-    otherwise alike, give the same bits, and a step of few tokens costs little: 8, 32, 128, ... tokens.
+    keys begin at multiples of their size, and the sampler has one number of rows. (A few shapes were tried on
+    CPU, where products alone do not depend on the number of rows; what is fused behind them does.)
     """
-    most_rows = min(max_num_seqs, max_num_batched_tokens)
-    tokens = {max_num_batched_tokens}
-    if rows_are_independent:
-        tokens.update(n for n in _powers(8, max_num_batched_tokens)[::2] if n >= 2)
-    return tuple(StepShape(n, 0, min(n, most_rows), uniform=True) for n in sorted(tokens))
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    return (StepShape(max_num_batched_tokens, 0, rows, uniform=True),)
 
 
 def is_invariant(ladder: tuple[StepShape, ...]) -> bool:
@@ -108,13 +100,12 @@ def sample_ladder(
     """The buckets of the sampler beside those of the forward pass, cheapest first.
 
     1, 2, 4, ... rows without changes, and three numbers of rows with few changes and with as many as
-    `most_changes`, the most that one row can have (32 rows: 6 + 6). Of invariant ladders only 8 rows and all,
-    or all where there is one shape.
+    `most_changes`, the most that one row can have (32 rows: 6 + 6). Of an invariant ladder all rows alone.
     """
     most_rows = most_emitting(ladder)
     few = min(8, most_rows)
     if is_invariant(ladder):
-        rows = with_changes = {most_rows} if len(ladder) == 1 else {few, most_rows}
+        rows = with_changes = {most_rows}
     else:
         rows, with_changes = set(_powers(1, most_rows)), {1, few, most_rows}
     most = min(most_changes, vocab_size)

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxinfer.core import (
-    MAX_N,
     STRUCTURES,
     Draw,
     FinishReason,
@@ -88,8 +87,8 @@ class Engine:
         self._uids = itertools.count()
         self._outputs: dict[int, SequenceOutput] = {}  # by uid: every unfinished sequence
         self._uids_of: dict[str, set[int]] = {}  # by request id: its unfinished sequences
-        # A heap of (time, request id, uid of its first sequence, timeout); rid of the ended when they abound.
-        self._deadlines: list[tuple[float, str, int, float]] = []
+        # A heap of (time, request id, uids of its sequences, timeout); rid of the ended when they abound.
+        self._deadlines: list[tuple[float, str, tuple[int, ...], float]] = []
         self._unsaid: list[TokenEvent] = []  # the ends of cancelled sequences, for the next step to tell
         self._flight: Flight | None = None
         self._unread = False  # a step was dropped: an error of it would come to light in the next one
@@ -134,7 +133,8 @@ class Engine:
             self.scheduler.add(output.sequence)
         self._uids_of[request.request_id] = {output.sequence.uid for output in outputs}
         if request.timeout_s is not None:
-            entry = (now + request.timeout_s, request.request_id, outputs[0].sequence.uid, request.timeout_s)
+            uids = tuple(output.sequence.uid for output in outputs)
+            entry = (now + request.timeout_s, request.request_id, uids, request.timeout_s)
             heapq.heappush(self._deadlines, entry)
             if len(self._deadlines) > 64 + 2 * len(self._uids_of):
                 self._deadlines = [d for d in self._deadlines if self._is_unfinished(d[1], d[2])]
@@ -304,13 +304,13 @@ class Engine:
     def _expire(self, now: float) -> None:
         """End the requests whose time is up."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id, first, timeout = heapq.heappop(self._deadlines)
-            if self._is_unfinished(request_id, first):
+            _, request_id, uids, timeout = heapq.heappop(self._deadlines)
+            if self._is_unfinished(request_id, uids):
                 self.cancel(request_id, f"not finished within its timeout of {timeout:g} s")
 
-    def _is_unfinished(self, request_id: str, first: int) -> bool:
-        """Whether the request whose sequences begin at uid `first` runs; its id may be a later one's."""
-        return any(first <= uid < first + MAX_N for uid in self._uids_of.get(request_id, ()))
+    def _is_unfinished(self, request_id: str, uids: tuple[int, ...]) -> bool:
+        """Whether one of these sequences runs; the request's id may be that of a later one by now."""
+        return not self._uids_of.get(request_id, set()).isdisjoint(uids)
 
     def _end_untold(self, error: BaseException) -> None:
         """A step broke off: end ("error") whoever has a token, or an end, that was recorded and not told."""
@@ -329,14 +329,18 @@ class Engine:
             return self._end(output, "", None, sequence.finish_reason or "error", sequence.error)
         self._counters.generated_tokens += 1
         ended_by_id = sequence.finish_reason == "stop"
+        what = f"following the structure of the output to token {sampled.token_id}"
         try:
+            complete = False
             if not ended_by_id:
                 output.drawing.append(sampled.token_id)
+                complete = output.drawing.finished
+            what = f"detokenising token {sampled.token_id}"
             text = output.push(sampled, ended_by_id, outcome.stop_reason)
-            stopped = output.stopped or (output.drawing.finished and not ended_by_id)
+            stopped = output.stopped or complete
         except Exception as error:
-            logger.exception("telling of a token of %r failed", sequence)
-            message = f"detokenising token {sampled.token_id} failed ({type(error).__name__})"
+            logger.error("%s failed for %r", what, sequence, exc_info=error)
+            message = f"{what} failed ({type(error).__name__})"
             self.scheduler.finish(sequence.uid, "error", message)
             return self._end(output, "", sampled, "error", message)
         if stopped and sequence.finish_reason is None:

@@ -6,12 +6,10 @@ its continuations.
 
 from __future__ import annotations
 
-import math
-
 from jaxinfer.core import STRUCTURES, Limits, Request, RequestError, SamplingParams
 
-MAX_PRIORITY, MAX_SALT = 1000, 256
-"""Limits of Request.priority and Request.cache_salt."""
+MAX_PRIORITY, MAX_SALT, MAX_TIMEOUT_S = 1000, 256, 1e9
+"""Limits of Request.priority, Request.cache_salt and Request.timeout_s."""
 
 
 def validate(request: Request, limits: Limits, *, has_tokenizer: bool = True) -> int:
@@ -120,9 +118,9 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
     if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT):
         raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters", "cache_salt")
     if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf
+        isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S
     ):
-        raise RequestError(f"timeout_s must be a number of seconds above 0, got {timeout!r}", "timeout_s")
+        raise RequestError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} s", "timeout_s")
 
 
 def _check_length(num_prompt: int, sampling: SamplingParams, limits: Limits) -> int:

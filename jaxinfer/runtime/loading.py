@@ -103,8 +103,7 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     runner = JaxRunner(
         model_config, graph, state,
-        invariant_ladder(*sizes, rows_are_independent=platform == "cpu")
-        if config.batch_invariant else shape_ladder(*sizes),
+        invariant_ladder(*sizes) if config.batch_invariant else shape_ladder(*sizes),
         num_pages=num_pages, page_size=config.page_size, max_model_len=max_model_len,
         kv_dtype=kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
         strict=config.strict_compiles,

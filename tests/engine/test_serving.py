@@ -207,6 +207,7 @@ def test_a_request_ends_when_its_time_is_up() -> None:
     [
         ("priority", 1.5), ("priority", True), ("priority", 10**9), ("cache_salt", ""), ("cache_salt", 7),
         ("cache_salt", "x" * 300), ("timeout_s", 0), ("timeout_s", float("nan")), ("timeout_s", "1"),
+        ("timeout_s", 10**400),
     ],
 )  # fmt: skip
 def test_odd_options_are_refused_by_name(name: str, value: Any) -> None:
@@ -299,3 +300,90 @@ def test_the_trace_is_json_and_tells_of_steps_and_requests(tmp_path: Path) -> No
     assert all(event.get("dur", 0) >= 0 for event in events)
     gauges = [event["args"] for event in events if event.get("name") == "gauges"]
     assert all(g["pages_free"] + g["pages_cached"] + g["pages_live"] == 64 for g in gauges)
+
+
+# ------------------------------------------------------------------------------------ what review has found
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    target = engine(trace=FileTrace("/dev/full"))
+    for number in range(40):
+        events = run(target, request(f"r{number}"))
+        assert tokens(events[f"r{number}", 0]) == expected(request(), LIMITS)[0]
+    target.trace.close()
+    assert sum("the trace ends here" in record.message for record in caplog.records) == 1
+
+
+def test_deadlines_of_the_ended_are_not_kept_and_are_not_a_later_requests() -> None:
+    """B164."""
+    clock = Clock()
+    target = engine(clock=clock)
+    for _ in range(300):
+        run(target, request("again", timeout_s=5.0, max_tokens=1))
+    assert len(target._deadlines) < 200
+    clock.now += 4.0
+    target.add(request("again", timeout_s=5.0, max_tokens=9))
+    target.step()
+    clock.now += 2.0  # the time of the earlier ones is up
+    events = []
+    while target.has_work:
+        events += target.step()
+    assert events[-1].finish_reason == "length"
+
+
+def test_an_error_of_a_step_that_nobody_waited_for_is_blamed_on_nobody() -> None:
+    target = engine(runner={"fail_steps": {2}, "fail_in": "dispatch"})
+    target.add(request("doomed", max_tokens=20))
+    target.step()
+    target.step()
+    target.cancel("doomed")  # its step is in flight, and nobody waits for it
+    assert target._flight is None
+    innocent = request("innocent")
+    events = run(target, innocent)
+    assert tokens(events["innocent", 0]) == expected(innocent, LIMITS)[0]
+
+
+def test_the_urgent_take_pages_only_where_that_helps() -> None:
+    """A newcomer that would not fit beside a more urgent one costs nobody its pages."""
+    small = dataclasses.replace(LIMITS, num_pages=13)
+    target = engine(small, policy="priority", prefix_caching=False, asynchronous=False)
+    target.add(request("first", prompt=tuple(range(24)), priority=-9, max_tokens=16))
+    target.add(request("low", prompt=(1, 2, 3), priority=9, max_tokens=8))
+    target.step()
+    target.step()
+    target.step()
+    target.add(request("big", prompt=tuple(range(30)), priority=0, max_tokens=8))
+    target.step()
+    assert target.stats()["preemptions"] == 0
+    while target.has_work:
+        target.step()
+    assert target.check() == []
+
+
+def test_a_flood_of_long_prompts_starves_nobody() -> None:
+    """Twenty long prompts, and streams among them: each step runs what is under way, and all end in order."""
+    target = engine(asynchronous=False)
+    target.add(request("stream", prompt=(1, 2), max_tokens=60))
+    target.step()
+    for number in range(20):
+        target.add(request(f"long{number}", prompt=tuple((number + i) % 50 for i in range(90)), max_tokens=2))
+    target.add(request("short", prompt=(7,), max_tokens=2))
+    ends, told = [], 0
+    while target.has_work:
+        events = target.step()
+        if "stream" not in ends:
+            assert "stream" in {event.request_id for event in events}, "a running stream misses no step"
+        ends += [event.request_id for event in events if event.finish_reason]
+        told += 1
+    longs = [name for name in ends if name.startswith("long")]
+    assert longs == [f"long{n}" for n in range(20)]
+    assert "short" in ends
+
+
+def test_a_row_without_a_choice_ends_and_keeps_the_cache() -> None:
+    from jaxinfer.core import Sampled
+
+    target = engine(asynchronous=False)
+    target.runner._sample = lambda draw, history: Sampled(0, float("-inf"), 0)  # type: ignore[attr-defined]
+    (event,) = run(target, request("r"))["r", 0]
+    assert event.error == "no token is left to choose: biases, masks and held-back ids exclude all"

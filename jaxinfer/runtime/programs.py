@@ -73,6 +73,7 @@ class Programs:
         self.samples = sample_ladder(ladder, config.vocab_size, most_changes)
         self.planned: tuple[Bucket, ...] = (*ladder, *self.samples, SCORE, COPY)
         self.manifest: list[ProgramRecord] = []
+        self.records: dict[Bucket, ProgramRecord] = {}  # the manifest by bucket
         self.compiled: dict[Bucket, Program] = {}
         self.warm = False
         self._graph, self._state, self._kv = graph, state, kv
@@ -114,6 +115,7 @@ class Programs:
         )
         self.compiled[bucket] = Program(program, record)
         self.manifest.append(record)
+        self.records[bucket] = record
         if not self.warm:  # after a full warm-up even a bucket's own compile is one too many
             self._expected += compiles.count - before
         release_freed_memory()

@@ -170,7 +170,7 @@ class JaxRunner:
         except Exception:
             self._recover()
             raise
-        program.record.tokens += plan.num_tokens
+        self.programs.records[shape].tokens += plan.num_tokens
         self._last_rows, self._last_tokens = {}, None
         self._last = Pending(plan, shape, emitted, scores, self._generation)
         return self._last

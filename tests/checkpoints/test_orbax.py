@@ -368,11 +368,8 @@ def test_files_of_another_checkpoint_are_not_taken_for_this_ones(written: Path, 
 
     with pytest.raises(CheckpointError, match=r"params: file d/\w+ is not in jaxinfer\.json"):
         OrbaxFolder(mixed("all"))
-    # One file in d, of the same name and size: the hash of what points into it tells.
-    own = sorted(path.name for path in (written / "params" / "d").iterdir())
+    # Files in d that are the listed ones: the hash of what points into them tells.
     folder = mixed("renamed", without=True)
-    theirs = sorted(path.name for path in (folder / "params" / "d").iterdir())
-    assert len(own) == len(theirs)
     manifest = json.loads((other / "jaxinfer.json").read_text())
     manifest["sha256"] = json.loads((written / "jaxinfer.json").read_text())["sha256"]
     (folder / "jaxinfer.json").write_text(json.dumps(manifest))

@@ -23,12 +23,11 @@ from jaxinfer.core.results import (
     RequestOutput,
     TokenEvent,
 )
-from jaxinfer.core.sampling import MAX_LOGPROBS, MAX_N, MIN_TEMPERATURE, STRUCTURES, SamplingParams
+from jaxinfer.core.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, STRUCTURES, SamplingParams
 from jaxinfer.core.steps import Draw, LogitChanges, Runner, Sampled, Slice, StepPlan, StepResult
 
 __all__ = [
     "MAX_LOGPROBS",
-    "MAX_N",
     "MIN_TEMPERATURE",
     "STRUCTURES",
     "CompletionOutput",

@@ -138,7 +138,12 @@ class SamplingParams:
     @property
     def structured(self) -> bool:
         """True when the output must follow a schema, a pattern, a choice or a grammar."""
-        return any(getattr(self, name) is not None for name in STRUCTURES)
+        return self.structure is not None
+
+    @property
+    def structure(self) -> str | None:
+        """Which of STRUCTURES is stated; None without one."""
+        return next((name for name in STRUCTURES if getattr(self, name) is not None), None)
 
     @property
     def adjusts_logits(self) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxinfer.core import (
-    STRUCTURES,
     Draw,
     FinishReason,
     Limits,
@@ -124,8 +123,7 @@ class Engine:
             structured = sampling.structured and self.tokenizer is not None
             matcher = self.tokenizer.matcher(sampling) if structured and self.tokenizer else None
             if matcher is not None and matcher.finished:
-                name = next(n for n in STRUCTURES if getattr(sampling, n) is not None)
-                raise RequestError(f"{name} allows no text at all", name)
+                raise RequestError(f"{sampling.structure} allows no text at all", sampling.structure)
             drawing = Drawing(sequence, self.limits, matcher)
             outputs.append(SequenceOutput(sequence, self.tokenizer, drawing))
         for output in outputs:

@@ -41,9 +41,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._order)
 
-    def __contains__(self, uid: int) -> bool:
-        return uid in self._by_uid
-
 
 def remove_ranked(ordered: list[Sequence], sequence: Sequence) -> None:
     """Take a sequence out of a list that is ordered by rank."""

@@ -6,7 +6,7 @@ its continuations.
 
 from __future__ import annotations
 
-from jaxinfer.core import STRUCTURES, Limits, Request, RequestError, SamplingParams
+from jaxinfer.core import Limits, Request, RequestError, SamplingParams
 
 MAX_PRIORITY, MAX_SALT, MAX_TIMEOUT_S = 1000, 256, 1e9
 """Limits of Request.priority, Request.cache_salt and Request.timeout_s."""
@@ -96,7 +96,7 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
         # A structure that is complete allows an end and nothing else, and min_tokens holds ends back.
         raise RequestError("min_tokens does not work together with a structured output", "min_tokens")
     if sampling.structured and not has_tokenizer:
-        name = next(n for n in STRUCTURES if getattr(sampling, n) is not None)
+        name = sampling.structure
         raise RequestError(f"{name} needs a tokenizer, and this model has none", name)
     if sampling.prompt_logprobs is not None and min(limits.max_num_batched_tokens, limits.page_size) < 2:
         raise RequestError(

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jaxinfer.core import RequestError, SamplingParams
-from jaxinfer.core.sampling import STRUCTURES
 from jaxinfer.text.grammar_lark import (
     OPTIONS,
     checked_grammar,
@@ -71,7 +70,7 @@ class GrammarCompiler:
         return None if compiled is None else Matcher(compiled, self._vocabulary)
 
     def _compiled(self, sampling: SamplingParams) -> LLMatcher | None:
-        param = next((name for name in STRUCTURES if getattr(sampling, name) is not None), None)
+        param = sampling.structure
         if param is None:
             return None
         key = (param, _cache_key(getattr(sampling, param), param))

@@ -2,65 +2,95 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import jax
 
-from pallas_kernels import reference, xla
 from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.device import CPU, Backend, Device, Geometry
+from pallas_kernels.pages import Pages
+from pallas_kernels.rule import Rule
+
+# Best first. Each module gives unsupported, query_tiles and paged_attention; a module is imported when it is
+# asked for the first time: what a GPU needs is of no use elsewhere, and may not even import there.
+BACKENDS = ("pallas_mosaic", "pallas_triton", "cudnn", "xla", "reference")
 
 
-def backends(platform: str | None = None) -> dict[str, str]:
-    """Every attention backend with the reason why it does not serve `platform`; "" when it does."""
-    platform = platform or jax.default_backend()
-    return {name: reason(platform) for name, (_, reason) in _BACKENDS.items()}
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"pallas_kernels.{name}")
 
 
-def resolve_backend(name: str, platform: str) -> str:
-    """The backend that `name` ("auto" for the best one) means on `platform`.
+def unsupported(backend: Backend, geometry: Geometry) -> str:
+    """Why a backend does not serve its device or these shapes; "" when it does."""
+    try:
+        module = _module(backend.name)
+    except ImportError as error:
+        return f"cannot be imported with jax {jax.__version__} ({error})"
+    return module.unsupported(backend.device, geometry, backend.interpret)
 
-    Raises NotImplementedError with the reason when a named backend does not serve the platform.
+
+def backends(device: Device, *geometries: Geometry, interpret: bool = False) -> dict[str, str]:
+    """Every attention backend with the reason why it does not serve `device` or all of `geometries` (those of
+    a model's layers); "" when it does."""
+    return {name: _first_reason(Backend(name, device, interpret), geometries) for name in BACKENDS}
+
+
+def _first_reason(backend: Backend, geometries: tuple[Geometry, ...]) -> str:
+    return next(filter(None, (unsupported(backend, geometry) for geometry in geometries)), "")
+
+
+def resolve_backend(name: str, device: Device, *geometries: Geometry, interpret: bool = False) -> Backend:
+    """The backend that `name` ("auto" for the best one) means on `device`.
+
+    Raises NotImplementedError with the reason when a named backend does not serve the device or the shapes.
     """
     if name == "auto":
-        return next(known for known, reason in backends(platform).items() if not reason)
-    if name not in _BACKENDS:
+        reasons = backends(device, *geometries, interpret=interpret)
+        name = next(known for known, reason in reasons.items() if not reason)
+    if name not in BACKENDS:
         raise NotImplementedError(
-            f"attention backend {name!r} does not exist; there are {', '.join(_BACKENDS)}"
+            f"attention backend {name!r} does not exist; there are {', '.join(BACKENDS)}"
         )
-    reason = _BACKENDS[name][1](platform)
+    backend = Backend(name, device, interpret)
+    reason = _first_reason(backend, geometries)
     if reason:
-        raise NotImplementedError(f"attention backend {name!r} does not serve {platform}: {reason}")
-    return name
+        where = device.kind or device.platform
+        raise NotImplementedError(f"attention backend {name!r} does not serve {where}: {reason}")
+    return backend
+
+
+def query_tiles(backend: Backend, *geometries: Geometry) -> tuple[int, ...]:
+    """Sizes of the query tiles that chunks are cut into (see RaggedBatch), largest first: what the backend
+    wants, and where layers want different ones the smallest, which all of them take."""
+    module = _module(backend.name)
+    return min(module.query_tiles(backend.device, geometry) for geometry in geometries)
 
 
 def paged_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     batch: RaggedBatch,
     *,
     decode_rows: int,
-    scale: float,
-    window: int | None = None,
-    backend: str,
+    rule: Rule,
+    backend: Backend,
 ) -> jax.Array:
-    """Causal attention of packed queries over paged keys and values.
-
-    `window` W lets a query at position p see the keys p - W + 1 .. p only (Mistral, 2310.06825); pages that
-    lie wholly before that are not read, and their entries in the table may be 0.
+    """Attention of packed queries over paged keys and values, each query over the keys that `rule` lets it
+    see; entries 0 of the page table are holes, whose keys nobody sees.
 
     q [T, N, H]; k_pages, v_pages [M, K, Z, H]; returns [T, N, H] in q's dtype; softmax in float32. The
     first `decode_rows` tokens are one-query rows (see RaggedBatch). `reference.paged_attention` is the
-    specification; `backend` is a name from `resolve_backend`.
+    specification; `backend` comes from `resolve_backend`, `batch.tiles` are of its `query_tiles`.
     """
-    function, _ = _BACKENDS[backend]
-    return function(q, k_pages, v_pages, batch, decode_rows=decode_rows, scale=scale, window=window)
+    module = _module(backend.name)
+    return module.paged_attention(
+        q, k_pages, v_pages, batch, decode_rows=decode_rows, rule=rule, backend=backend
+    )
 
 
-def _reference(q, k_pages, v_pages, batch, *, decode_rows, scale, window):
-    del decode_rows  # the specification needs no hint about the shape of the batch
-    return reference.paged_attention(q, k_pages, v_pages, batch, scale=scale, window=window)
-
-
-_BACKENDS = {  # best first
-    "xla": (xla.paged_attention, lambda platform: ""),
-    "reference": (_reference, lambda platform: ""),
-}
+__all__ = [
+    "BACKENDS", "CPU", "Backend", "Device", "Geometry", "backends", "paged_attention", "query_tiles",
+    "resolve_backend", "unsupported",
+]  # fmt: skip

@@ -19,35 +19,50 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.batch import TILE_SIZES, RaggedBatch
+from pallas_kernels.device import Backend, Device, Geometry
+from pallas_kernels.pages import Pages, QuantizedPages
+from pallas_kernels.rule import Rule
 
 _BLOCK_BYTES = 3 << 20
 _BLOCK_KEYS = 128  # most keys of a decoding row in a block; a short row pays for a whole one
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) is 1 and is selected away, where -inf would give NaN
 
 
-@functools.partial(jax.jit, static_argnames=("decode_rows", "scale", "window"))
+def unsupported(device: Device, geometry: Geometry, interpret: bool) -> str:
+    """It runs wherever XLA does; the interpreter is for GPU kernels."""
+    del device, geometry
+    return "there is no kernel in it to interpret" if interpret else ""
+
+
+def query_tiles(device: Device, geometry: Geometry) -> tuple[int, ...]:
+    del device, geometry
+    return TILE_SIZES
+
+
+@functools.partial(jax.jit, static_argnames=("decode_rows", "rule", "backend"))
 def paged_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     batch: RaggedBatch,
     *,
     decode_rows: int,
-    scale: float,
-    window: int | None = None,
+    rule: Rule,
+    backend: Backend | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are traced once."""
+    del backend
     dtype = q.dtype
-    q = q.astype(jnp.float32) * scale
+    q = q.astype(jnp.float32) * rule.scale
     parts = []
     if decode_rows:
-        parts.append(_decode(q[:decode_rows], k_pages, v_pages, batch, window))
+        parts.append(_decode(q[:decode_rows], k_pages, v_pages, batch, rule))
     if decode_rows < q.shape[0]:
-        parts.append(_chunks(q, k_pages, v_pages, batch, window)[decode_rows:])
+        parts.append(_chunks(q, k_pages, v_pages, batch, rule)[decode_rows:])
     return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
 
 
-def _block_pages(rows: int, pages: jax.Array, table_width: int, most_keys: int) -> int:
+def _block_pages(rows: int, pages: Pages, table_width: int, most_keys: int) -> int:
     """Pages of each row in a block, a power of two.
 
     SmolLM2 (12 KiB a page of 16), 128 keys: 8 pages for up to 32 rows, 4 for 64, 2 for 128.
@@ -59,16 +74,16 @@ def _block_pages(rows: int, pages: jax.Array, table_width: int, most_keys: int) 
 
 
 def _gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
-    """pages [M, K, Z, H], page_ids [R, C] -> [R, K, C * Z, H] float32."""
-    num_pages, kv_heads, page_size, width = pages.shape
+    """pages [M, K, Z, ...], page_ids [R, C] -> [R, K, C * Z, ...] float32."""
+    num_pages, kv_heads, page_size, *rest = pages.shape
     rows, count = page_ids.shape
     # The slab of page p, head k is row p * K + k of the flat view (below 2^31 by the size of any memory).
     heads = jnp.arange(kv_heads, dtype=jnp.int32)
     slabs = (page_ids[:, None, :] * kv_heads + heads[None, :, None]).reshape(-1)
     slabs = lax.optimization_barrier(slabs)
-    flat = pages.reshape(num_pages * kv_heads, page_size * width)
+    flat = pages.reshape(num_pages * kv_heads, -1)
     block = lax.optimization_barrier(flat.at[slabs].get(mode="promise_in_bounds"))
-    return block.reshape(rows, kv_heads, count * page_size, width).astype(jnp.float32)
+    return block.reshape(rows, kv_heads, count * page_size, *rest).astype(jnp.float32)
 
 
 def _largest(scores: jax.Array) -> jax.Array:
@@ -79,27 +94,45 @@ def _largest(scores: jax.Array) -> jax.Array:
     return jnp.max(scores, axis=-1)
 
 
-def _online_softmax(q, k_pages, v_pages, page_table, first, kv_len, last, block_pages, window):
-    """Attention of q [R, K, Q, H] over each row's pages, block by block: from the block where the first row's
-    keys begin to the one where the last row's end.
+def _online_softmax(q, k_pages, v_pages, page_table, first, kv_len, last, block_pages, rule):
+    """Attention of q [R, K, Q, H] over each row's pages, block by block: those of the sinks, then from the
+    block where the first row's keys begin to the one where the last row's end.
 
-    first, kv_len int32 [R]: a row's keys are first .. kv_len - 1. last int32 [R | 1, Q | 1]: the last key
-    position that a query sees. A query that sees no key gets finite garbage; the caller drops it.
+    first, kv_len int32 [R]: a row's keys are first .. kv_len - 1, and the sinks. last int32 [R | 1, Q | 1]:
+    the last key position that a query sees. A query that sees no key gets zeros.
     """
     rows, kv_heads, queries, width = q.shape
-    block_keys = block_pages * k_pages.shape[2]
+    page_size = k_pages.shape[2]
+    block_keys = block_pages * page_size
     # A block must not start beyond the table's end: dynamic_slice would clamp and repeat keys.
     page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
+    window, sinks = rule.window, rule.sinks
+    sink_blocks = -(-sinks // block_keys)
+    end = (jnp.max(kv_len) + block_keys - 1) // block_keys
+    begin = sink_blocks
+    if window is not None:
+        begin = jnp.min(jnp.where(kv_len > 0, first, jnp.max(kv_len))) // block_keys
+        begin = jnp.maximum(begin, sink_blocks)
 
-    def body(index, carry):
+    def body(count, carry):
         largest, total, out = carry
+        index = count
+        if sink_blocks:
+            index = jnp.where(count < sink_blocks, count, count - sink_blocks + begin)
         ids = lax.dynamic_slice_in_dim(page_table, index * block_pages, block_pages, axis=1)
         keys = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
+        held = jnp.repeat(ids != 0, page_size, axis=1) & (keys < kv_len[:, None])
         seen = keys <= last[:, None, :, None]
         if window is not None:
-            seen &= keys > last[:, None, :, None] - window
-        k = _gather(k_pages, ids)
-        scores = jnp.einsum("rkqh,rksh->rkqs", q, k)
+            inside = keys > last[:, None, :, None] - window
+            seen &= inside | (keys < sinks) if sinks else inside
+            held &= (keys >= first[:, None]) | (keys < sinks)
+        seen &= held[:, None, None, :]
+        scores = jnp.einsum("rkqh,rksh->rkqs", q, _gather(_values(k_pages), ids))
+        if isinstance(k_pages, QuantizedPages):
+            scores *= _gather(k_pages.scales, ids)[:, :, None, :]
+        if rule.soft_cap is not None:
+            scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
         scores = jnp.where(seen, scores, _MASKED)
         peak = jnp.maximum(largest, _largest(scores))
         # Once a query has seen a key, `peak` is a real score and a masked one gives 0. What blocks before
@@ -108,46 +141,49 @@ def _online_softmax(q, k_pages, v_pages, page_table, first, kv_len, last, block_
         decay = jnp.exp(largest - peak)
         total = total * decay + jnp.sum(weights, axis=-1)
         ids, weights = lax.optimization_barrier((ids, weights))
-        v = _gather(v_pages, ids)
         # A page outside of the row's keys may hold NaN, and 0 * NaN is NaN: select before the product.
-        held = keys < kv_len[:, None]
-        if window is not None:
-            held &= keys >= first[:, None]
-        v = jnp.where(held[:, None, :, None], v, 0.0)
+        if isinstance(v_pages, QuantizedPages):
+            weights *= jnp.where(held[:, None, :], _gather(v_pages.scales, ids), 0.0)[:, :, None, :]
+        v = jnp.where(held[:, None, :, None], _gather(_values(v_pages), ids), 0.0)
         out = out * decay[..., None] + jnp.einsum("rkqs,rksh->rkqh", weights, v)
         return peak, total, out
 
     shape = (rows, kv_heads, queries)
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    blocks = (jnp.max(kv_len) + block_keys - 1) // block_keys
-    begin = 0 if window is None else jnp.min(jnp.where(kv_len > 0, first, jnp.max(kv_len))) // block_keys
-    _, total, out = lax.fori_loop(begin, blocks, body, start)
-    return out / jnp.where(total > 0, total, 1.0)[..., None]  # no key at all: 0 / 1
+    if window is None:
+        largest, total, out = lax.fori_loop(0, end, body, start)
+    elif not sink_blocks:
+        largest, total, out = lax.fori_loop(begin, end, body, start)
+    else:
+        blocks = jnp.minimum(sink_blocks, end) + jnp.maximum(end - begin, 0)
+        largest, total, out = lax.fori_loop(0, blocks, body, start)
+    # NaN among a row's own keys must show, and a maximum may pass it over: the sum does not.
+    unseen = (largest <= _MASKED) & ~jnp.isnan(total)
+    return jnp.where(unseen[..., None], 0.0, out / total[..., None])
 
 
-def _first_key(position: jax.Array, window: int | None) -> jax.Array:
-    """The first key that a query at `position` sees."""
-    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+def _values(pages: Pages) -> jax.Array:
+    return pages.values if isinstance(pages, QuantizedPages) else pages
 
 
-def _decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch, window: int | None
-) -> jax.Array:
+def _first_key(position: jax.Array, rule: Rule) -> jax.Array:
+    """The first key that a query at `position` sees, sinks apart."""
+    return jnp.zeros_like(position) if rule.window is None else jnp.maximum(position - rule.window + 1, 0)
+
+
+def _decode(q: jax.Array, k_pages: Pages, v_pages: Pages, batch: RaggedBatch, rule: Rule) -> jax.Array:
     """Rows of one query: q [D, N, H], row i of the table for token i."""
     rows, heads, width = q.shape
     kv_heads = k_pages.shape[1]
     table, kv_len = batch.page_table[:rows], batch.kv_len[:rows]
     block_pages = _block_pages(rows, k_pages, table.shape[1], _BLOCK_KEYS)
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
-    first, last = _first_key(kv_len - 1, window), kv_len[:, None] - 1
-    out = _online_softmax(grouped, k_pages, v_pages, table, first, kv_len, last, block_pages, window)
-    out = jnp.where((kv_len > 0)[:, None, None, None], out, 0.0)
+    first, last = _first_key(kv_len - 1, rule), kv_len[:, None] - 1
+    out = _online_softmax(grouped, k_pages, v_pages, table, first, kv_len, last, block_pages, rule)
     return out.reshape(rows, heads, width)
 
 
-def _chunks(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: RaggedBatch, window: int | None
-) -> jax.Array:
+def _chunks(q: jax.Array, k_pages: Pages, v_pages: Pages, batch: RaggedBatch, rule: Rule) -> jax.Array:
     """Rows of many queries, one tile at a time: q [T, N, H] -> [T, N, H]; other tokens keep zeros."""
     tokens, heads, width = q.shape
     kv_heads = k_pages.shape[1]
@@ -173,10 +209,8 @@ def _chunks(
             # Rows of `queries` are g * Q + i; what lies past the tile's own tokens is dropped below.
             last = jnp.tile(jnp.where(place < count, position, 0), group)[None]
             table = lax.dynamic_slice_in_dim(batch.page_table, row, 1)
-            first, kv_len = _first_key(position[:1], window), position[count - 1][None] + 1
-            result = _online_softmax(
-                queries, k_pages, v_pages, table, first, kv_len, last, block_pages, window
-            )
+            first, kv_len = _first_key(position[:1], rule), position[count - 1][None] + 1
+            result = _online_softmax(queries, k_pages, v_pages, table, first, kv_len, last, block_pages, rule)
             result = result.reshape(kv_heads, group, size, width).transpose(2, 0, 1, 3)
             result = result.reshape(size, heads, width)
             # Tokens past the tile belong to another row, perhaps already done: keep what is there.

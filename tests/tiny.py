@@ -28,6 +28,7 @@ from jaxinfer.core import Limits, RequestOutput, SamplingParams
 from jaxinfer.model import weights
 from jaxinfer.model.llama import Build
 from jaxinfer.runtime import JaxRunner
+from pallas_kernels import Backend
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -104,7 +105,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def tiny_build(dtype: str = "float32", backend: str = "xla", platform: str = "cpu") -> Build:
-    return Build(jnp.dtype(dtype), platform, backend)
+    return Build(jnp.dtype(dtype), platform, Backend(backend))
 
 
 def tiny_params(

@@ -16,7 +16,7 @@ class EngineConfig:
     Raises ConfigError for a value out of range, or one that this version does not implement.
     """
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and arithmetic; auto is bfloat16 on GPU and float32 on CPU."""
     max_model_len: int | None = None
     """Longest prompt + output of a request, in tokens; None is the model's own limit."""
@@ -31,10 +31,12 @@ class EngineConfig:
     memory_utilization: float = 0.9
     """Share of the device's free memory that the pool may take; on CPU the pool also stays below 1 GiB
     (or one sequence of max_model_len, if that is more), since host memory is shared with everything else."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the pages; auto is `dtype`."""
-    attention_backend: Literal["auto", "xla", "reference"] = "auto"
-    """Which implementation of paged attention; auto takes the best that supports the device."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
+    """Of the pages; auto is `dtype`. int8 keeps a float32 scale for each token and KV head."""
+    attention_backend: Literal["auto", "pallas_mosaic", "pallas_triton", "cudnn", "xla", "reference"] = "auto"
+    """Which implementation of paged attention; auto takes the best that serves the device and shapes."""
+    interpret_kernels: bool = False
+    """Run the GPU kernels of the attention backend in JAX's interpreter, on any device: for tests, slowly."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto takes the default sampling of requests from the model's own generation_config.json."""
     seed: int | None = None
@@ -58,7 +60,6 @@ class EngineConfig:
     """A file to which each step is written as it runs; None writes nothing."""
     # Not served yet: any other value than these is refused by name.
     quantization: None = None
-    interpret_kernels: bool = False
     speculative: None = None
     tensor_parallel_size: int = 1
 
@@ -86,7 +87,13 @@ class EngineConfig:
             raise ConfigError(f"compile_cache_dir must be a path as text, got {self.compile_cache_dir!r}")
         if not isinstance(self.trace, (str, type(None))) or self.trace == "":
             raise ConfigError(f"trace must be the path of a file, got {self.trace!r}")
-        for name in ("strict_compiles", "enable_prefix_caching", "async_scheduling", "batch_invariant"):
+        for name in (
+            "strict_compiles",
+            "enable_prefix_caching",
+            "async_scheduling",
+            "batch_invariant",
+            "interpret_kernels",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.strict_compiles and self.warmup != "full":
@@ -110,7 +117,6 @@ class EngineConfig:
 
 _NOT_SERVED: dict[str, Any] = {
     "quantization": None,
-    "interpret_kernels": False,
     "speculative": None,
     "tensor_parallel_size": 1,
 }

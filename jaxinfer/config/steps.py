@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QUERY_TILES = (256, 32)
+"""Tokens of the tiles that attention cuts chunks into, largest first, where no backend asks for others."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
@@ -11,13 +14,15 @@ class StepShape:
 
     `tokens` T packed tokens, of which the first `decode_rows` are rows of one token; the rest hold at most
     `chunk_rows` rows of more than one, or, with `decode_rows` 0, of any count. Rows B = decode_rows +
-    chunk_rows. `uniform`: attention cuts chunks into query tiles of one size (see `invariant_ladder`).
+    chunk_rows. Attention cuts chunks into query tiles of `tiles` tokens, largest first; `uniform`: into tiles
+    of one size, and one-token slices run as chunks (see `invariant_ladder`).
     """
 
     tokens: int
     decode_rows: int
     chunk_rows: int
     uniform: bool = False
+    tiles: tuple[int, ...] = QUERY_TILES
 
     @property
     def rows(self) -> int:
@@ -46,14 +51,16 @@ class SampleShape:
         return f"B{self.rows}/N{self.changes}"
 
 
-def shape_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
+def shape_ladder(
+    max_num_seqs: int, max_num_batched_tokens: int, tiles: tuple[int, ...] = QUERY_TILES
+) -> tuple[StepShape, ...]:
     """The buckets, cheapest first; every plan within the two limits fits one of them.
 
     Decode alone: 1, 2, 4, ... rows. With chunks: 16, 32, 64, ... chunk tokens beside no decode rows, a few
     (where all of them would be much of the step), or all. (32 seqs, 512 tokens: 6 + 15 = 21 programs.)
     """
     most_rows = min(max_num_seqs, max_num_batched_tokens)
-    shapes = {StepShape(rows, rows, 0) for rows in _powers(1, most_rows)}
+    shapes = {StepShape(rows, rows, 0, tiles=tiles) for rows in _powers(1, most_rows)}
     for chunk_tokens in _powers(16, max_num_batched_tokens):
         top = chunk_tokens == max_num_batched_tokens
         chunk_rows = most_rows if top else min(most_rows, max(2, chunk_tokens // 8))
@@ -63,11 +70,13 @@ def shape_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepSh
         if chunk_tokens < 8 * most_rows:
             choices.add(min(8, most_rows))
         for decode_rows in choices:
-            shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows))
+            shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows, tiles=tiles))
     return tuple(sorted(shapes))
 
 
-def invariant_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
+def invariant_ladder(
+    max_num_seqs: int, max_num_batched_tokens: int, tiles: tuple[int, ...] = QUERY_TILES
+) -> tuple[StepShape, ...]:
     """The one bucket of a run whose ids and logprobs do not depend on the batch, the chunks or the cache.
 
     A product of 512 rows may add its terms in another order than one of 8, and so may each kernel that a
@@ -77,7 +86,7 @@ def invariant_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[St
     CPU, where products alone do not depend on the number of rows; what is fused behind them does.)
     """
     rows = min(max_num_seqs, max_num_batched_tokens)
-    return (StepShape(max_num_batched_tokens, 0, rows, uniform=True),)
+    return (StepShape(max_num_batched_tokens, 0, rows, uniform=True, tiles=tiles[-1:]),)
 
 
 def is_invariant(ladder: tuple[StepShape, ...]) -> bool:

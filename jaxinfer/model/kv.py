@@ -13,14 +13,16 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxinfer.config import ModelConfig
+from pallas_kernels import Pages
 
 
 class KVState(NamedTuple):
-    """k[l], v[l]: [M, K, Z, H] of layer l, which has a K of its own. A tuple over layers, so that donated
-    pages are updated in place (a scan over a stacked array would copy the pool) and layers may differ."""
+    """k[l], v[l]: [M, K, Z, H] of layer l, which has a K of its own; int8 pages bring their scales. A tuple
+    over layers, so that donated pages are updated in place (a scan over a stacked array would copy the pool)
+    and layers may differ."""
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    k: tuple[Pages, ...]
+    v: tuple[Pages, ...]
 
     @property
     def page_size(self) -> int:
@@ -29,6 +31,11 @@ class KVState(NamedTuple):
     @property
     def num_pages(self) -> int:
         return self.k[0].shape[0]
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the pages were given to a program that has not given them back."""
+        return jax.tree.leaves(self)[0].is_deleted()
 
 
 class WriteSlots(NamedTuple):
@@ -39,15 +46,23 @@ class WriteSlots(NamedTuple):
 
 
 def create_kv(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVState:
-    """A pool of zeros (zeros, not empty: uninitialised memory could hold NaN)."""
+    """A pool of zeros, of one of `pallas_kernels.KV_DTYPES`."""
 
-    def pages() -> tuple[jax.Array, ...]:
-        shapes = [(num_pages, layer.num_kv_heads, page_size, config.head_dim) for layer in config.layers]
-        return tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    def pages() -> tuple[Pages, ...]:
+        return tuple(
+            pallas_kernels.create_pages(num_pages, layer.num_kv_heads, page_size, config.head_dim, dtype)
+            for layer in config.layers
+        )
 
     return KVState(pages(), pages())
 
 
-def write_layer(pages: jax.Array, new: jax.Array, slots: WriteSlots) -> jax.Array:
+def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
+    """Bytes that one page takes in all layers, K and V, scales included."""
+    shapes = jax.eval_shape(lambda: create_kv(config, 1, page_size, dtype))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+def write_layer(pages: Pages, new: jax.Array, slots: WriteSlots) -> Pages:
     """Put K or V vectors [T, K, H] of one layer into its pages."""
     return pallas_kernels.write_kv(pages, new, slots.page_ids, slots.offsets)

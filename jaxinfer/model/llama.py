@@ -21,6 +21,7 @@ from jaxinfer.model import kv as kv_state
 from jaxinfer.model import rope
 from jaxinfer.model.kv import KVState, WriteSlots
 from jaxinfer.model.linear import Layout, layout_for
+from pallas_kernels import Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Build:
 
     dtype: jnp.dtype
     platform: str
-    attention_backend: str
+    attention_backend: pallas_kernels.Backend
 
 
 class StepContext(NamedTuple):
@@ -87,7 +88,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, build: Build):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, layer.num_kv_heads, config.head_dim
-        self.rotary, self.window = layer.rotary, layer.window
+        self.rotary = layer.rotary
+        self.rule = pallas_kernels.Rule(self.head_dim**-0.5, layer.window)
         self.backend = build.attention_backend
         outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(config.hidden_size, outputs, build, bias=config.qkv_bias)
@@ -97,8 +99,8 @@ class Attention(nnx.Module):
         self.output = Linear(self.heads * self.head_dim, config.hidden_size, build, bias=config.output_bias)
 
     def __call__(
-        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, step: StepContext, decode_rows: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, x: jax.Array, k_pages: Pages, v_pages: Pages, step: StepContext, decode_rows: int
+    ) -> tuple[jax.Array, Pages, Pages]:
         """x [T, D] -> (y [T, D], k_pages, v_pages) with this step's K/V written first, then attended to."""
         tokens = x.shape[0]
         heads = self.qkv(x).reshape(tokens, -1, self.head_dim)  # [T, N + 2 K, H]
@@ -111,8 +113,8 @@ class Attention(nnx.Module):
         k_pages = kv_state.write_layer(k_pages, k, step.slots)
         v_pages = kv_state.write_layer(v_pages, v, step.slots)
         attended = pallas_kernels.paged_attention(
-            q, k_pages, v_pages, step.batch, decode_rows=decode_rows,
-            scale=self.head_dim**-0.5, window=self.window, backend=self.backend,
+            q, k_pages, v_pages, step.batch,
+            decode_rows=decode_rows, rule=self.rule, backend=self.backend,
         )  # fmt: skip
         return self.output(attended.reshape(tokens, -1)), k_pages, v_pages
 
@@ -138,8 +140,8 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, build)
 
     def __call__(
-        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, step: StepContext, decode_rows: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, x: jax.Array, k_pages: Pages, v_pages: Pages, step: StepContext, decode_rows: int
+    ) -> tuple[jax.Array, Pages, Pages]:
         y, k_pages, v_pages = self.attention(self.attention_norm(x), k_pages, v_pages, step, decode_rows)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages

@@ -20,7 +20,7 @@ import numpy as np
 from jaxinfer.config import StepShape, is_invariant
 from jaxinfer.core import Slice, StepPlan
 from jaxinfer.model.kv import WriteSlots
-from pallas_kernels.batch import TILE_SIZES, UNIFORM_TILE_SIZES, RaggedBatch, fill_tiles, tile_capacity
+from pallas_kernels.batch import RaggedBatch, fill_tiles, tile_capacity
 
 _FLOATS = {"temperature", "top_p", "min_p", "factor", "addend"}
 
@@ -60,16 +60,12 @@ class Layout:
         return named
 
 
-def tile_sizes(shape: StepShape) -> tuple[int, ...]:
-    return UNIFORM_TILE_SIZES if shape.uniform else TILE_SIZES
-
-
 @functools.cache
 def layout(shape: StepShape, table_width: int, most_emitting: int) -> Layout:
     """The buffer of one bucket, with page tables of `table_width` (P) entries a row and R = `most_emitting`
     places of emitted tokens."""
     t, b = shape.tokens, shape.rows
-    sizes = tile_sizes(shape)
+    sizes = shape.tiles
     capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows, sizes)
     parts = {
         "tokens": (t,), "source": (t,), "positions": (t,), "token_row": (t,), "page_ids": (t,),
@@ -179,7 +175,7 @@ def pack(
     real = token_row >= 0
     page_ids[:] = np.where(real, table[token_row, positions // page_size], 0)
     view["offsets"][:] = positions % page_size
-    sizes = tile_sizes(shape)
+    sizes = shape.tiles
     if chunks:
         capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows, sizes)
         tiles, view["num_tiles"][:] = fill_tiles(chunks, capacity, sizes)
@@ -233,7 +229,7 @@ def unpack(named: dict[str, Any], shape: StepShape) -> StepInputs:
     """Group the parts that `Layout.split` gives."""
     batch = RaggedBatch(
         named["token_row"], named["positions"], named["page_table"], named["kv_len"],
-        tuple(named[f"tiles{size}"] for size in tile_sizes(shape)), named["num_tiles"],
+        tuple(named[f"tiles{size}"] for size in shape.tiles), named["num_tiles"],
     )  # fmt: skip
     slots = WriteSlots(named["page_ids"], named["offsets"])
     return StepInputs(named["tokens"], named["source"], batch, slots, named["num_prompt"], named["emit"])

@@ -18,7 +18,7 @@ import checkpoints
 import pallas_kernels
 from jaxinfer.config import EngineConfig, ModelConfig, invariant_ladder, shape_ladder
 from jaxinfer.core import ConfigError, Limits, SamplingParams
-from jaxinfer.model import weights
+from jaxinfer.model import kv, weights
 from jaxinfer.model.llama import Build
 from jaxinfer.presets import PRESETS
 from jaxinfer.progress import phase
@@ -60,15 +60,12 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     use_compile_cache(config.compile_cache_dir)
     platform = jax.default_backend()
     dtype = jnp.dtype(_auto(config.dtype, "float32" if platform == "cpu" else "bfloat16"))
-    kv_dtype = jnp.dtype(_auto(config.kv_cache_dtype, dtype.name))
-    try:
-        backend = pallas_kernels.resolve_backend(config.attention_backend, platform)
-    except NotImplementedError as reason:
-        raise ConfigError(str(reason)) from None
-    build = Build(dtype, platform, backend)
+    kv_dtype = jnp.dtype(_KV_DTYPES.get(config.kv_cache_dtype) or _auto(config.kv_cache_dtype, dtype.name))
     wanted = progress is not False
 
     name, model_config, source, tokenizer, template = _open(model)
+    backend, tiles = _attention(config, model_config, dtype, kv_dtype)
+    build = Build(dtype, platform, backend)
     if source is None:
         _check_room(model, model_config, dtype, platform)
     eos = _eos_ids(model_config, source, tokenizer)
@@ -100,7 +97,7 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     )  # fmt: skip
     num_pages = _num_pages(config, model_config, limits, kv_dtype, platform)
     limits = replace(limits, num_pages=num_pages)
-    sizes = config.max_num_seqs, config.max_num_batched_tokens
+    sizes = config.max_num_seqs, config.max_num_batched_tokens, tiles
     runner = JaxRunner(
         model_config, graph, state,
         invariant_ladder(*sizes) if config.batch_invariant else shape_ladder(*sizes),
@@ -111,6 +108,31 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     if config.warmup == "full":
         runner.warm_up()
     return Loaded(runner, limits, tokenizer, template, name, model_config, config, sampling)
+
+
+_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}  # as EngineConfig names them, and as JAX does
+
+
+def _attention(
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, kv_dtype: jnp.dtype
+) -> tuple[pallas_kernels.Backend, tuple[int, ...]]:
+    """The backend that serves every layer here, and the query tiles that it wants. Raises ConfigError with
+    the reason when the one that was named does not."""
+    geometries = [
+        pallas_kernels.Geometry(
+            model.num_heads, kv_heads, model.head_dim, config.page_size, dtype.name, kv_dtype.name
+        )
+        for kv_heads in sorted({layer.num_kv_heads for layer in model.layers})
+    ]
+    device = pallas_kernels.Device.of(jax.local_devices()[0])
+    try:
+        backend = pallas_kernels.resolve_backend(
+            config.attention_backend, device, *geometries, interpret=config.interpret_kernels
+        )
+    except NotImplementedError as reason:
+        raise ConfigError(str(reason)) from None
+    logger.info("attention: %s on %s", backend.name, device.kind or device.platform)
+    return backend, pallas_kernels.query_tiles(backend, *geometries)
 
 
 def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -240,7 +262,7 @@ def _num_pages(
 ) -> int:
     """M: as stated, else what the limits (whose own num_pages is not looked at) can use, within the memory
     that may be taken."""
-    page_bytes = model.kv_bytes_per_token(kv_dtype.itemsize) * config.page_size
+    page_bytes = kv.page_bytes(model, config.page_size, kv_dtype)
     available = _free_bytes(platform)
     if config.num_pages is not None:
         wanted = config.num_pages * page_bytes

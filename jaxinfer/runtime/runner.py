@@ -135,7 +135,7 @@ class JaxRunner:
 
         When it raises and pages are lost, the step dispatched before can still be fetched: it had run.
         """
-        if self.kv is not None and self.kv.k[0].is_deleted():
+        if self.kv is not None and self.kv.is_deleted:
             self.kv = None  # Ctrl-C came between the call that took it and the name of its result
         try:
             shape = inputs.choose_shape(plan, self.ladder)

@@ -9,18 +9,20 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import Geometry, attend, build, plain
+from plain import plain
 
 import pallas_kernels
+from pallas_kernels import CPU, Backend, Device, Geometry
+from pallas_kernels.cases import StepCase, attend, build
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 FLOAT32_ERROR = 1e-5
 BFLOAT16_ERROR = 1e-2
 
-DECODE = Geometry(page_size=16, table_width=41, decode_rows=8)
-CHUNKS = Geometry(width=8, page_size=16, table_width=41, chunk_tokens=320, chunk_rows=4)
-MIXED = Geometry(width=8, page_size=8, table_width=16, decode_rows=4, chunk_tokens=64, chunk_rows=4)
+DECODE = StepCase(page_size=16, table_width=41, decode_rows=8)
+CHUNKS = StepCase(width=8, page_size=16, table_width=41, chunk_tokens=320, chunk_rows=4)
+MIXED = StepCase(width=8, page_size=8, table_width=16, decode_rows=4, chunk_tokens=64, chunk_rows=4)
 
 DECODE_LENGTHS = [
     (1, 2, 15, 16, 17, 31, 32, 33),  # around pages
@@ -44,19 +46,21 @@ CHUNK_LENGTHS = [
 ]
 
 
-def check(
-    geometry: Geometry, decodes=(), chunks=(), *, backend="xla", dtype="float32", seed=0, poison=np.nan
-) -> None:
-    step = build(geometry, decodes, chunks, dtype=dtype, seed=seed, poison=poison)
-    clean = build(geometry, decodes, chunks, dtype=dtype, seed=seed, poison=0.0)
-    expected = attend(clean, geometry, "reference")
-    for name in ("reference", backend):
-        got = attend(step, geometry, name)
-        assert np.isfinite(got).all(), f"{name} {decodes} {chunks}: poison leaked"
-        assert not got[~step.real].any(), f"{name} {decodes} {chunks}: padding gave something"
-        bound = FLOAT32_ERROR if dtype == "float32" else BFLOAT16_ERROR * np.maximum(1, np.abs(expected))
+REFERENCE, XLA = Backend("reference"), Backend("xla")
+
+
+def check(case: StepCase, decodes=(), chunks=(), *, seed=0, poison=np.nan, holes=0.0) -> None:
+    step = build(case, decodes, chunks, seed=seed, poison=poison, holes=holes)
+    clean = build(case, decodes, chunks, seed=seed, poison=0.0, holes=holes)
+    expected = attend(clean, case, REFERENCE)
+    for backend in (REFERENCE, XLA):
+        got, name = attend(step, case, backend), f"{backend.name} {case} {decodes} {chunks}"
+        assert np.isfinite(got).all(), f"{name}: poison leaked"
+        assert not got[~step.real].any(), f"{name}: padding gave something"
+        relative = np.maximum(1, np.abs(expected))
+        bound = FLOAT32_ERROR if case.dtype == "float32" else BFLOAT16_ERROR * relative
         error = np.abs(got - expected)
-        assert (error <= bound).all(), f"{name} {decodes} {chunks}: error {error.max()}"
+        assert (error <= bound).all(), f"{name}: error {error.max()}"
 
 
 # ---------------------------------------------------------------------------------------- the specification
@@ -64,13 +68,13 @@ def check(
 
 def test_the_reference_is_attention() -> None:
     step = build(MIXED, (1, 8, 0, 128), ((0, 9), (7, 2), (30, 40)))
-    assert np.abs(attend(step, MIXED, "reference") - plain(step)).max() <= FLOAT32_ERROR
+    assert np.abs(attend(step, MIXED, REFERENCE) - plain(step, MIXED)).max() <= FLOAT32_ERROR
 
 
 def test_the_worked_example_of_ragged_batch() -> None:
     """decode_rows 2, one row at position 6, a chunk of 3 from position 4, Z 4."""
-    geometry = Geometry(page_size=4, table_width=2, decode_rows=2, chunk_tokens=3, chunk_rows=1)
-    batch = build(geometry, (7,), ((4, 3),)).batch
+    case = StepCase(page_size=4, table_width=2, decode_rows=2, chunk_tokens=3, chunk_rows=1)
+    batch = build(case, (7,), ((4, 3),)).batch
     assert batch.token_row.tolist() == [0, -1, 2, 2, 2]
     assert batch.positions.tolist() == [6, 0, 4, 5, 6]
     assert batch.kv_len.tolist() == [7, 0, 7]
@@ -82,7 +86,7 @@ def test_query_heads_read_the_kv_head_of_their_group() -> None:
     step = build(MIXED, (5, 9))
     v_pages = np.zeros(step.v_pages.shape, np.float32) + np.arange(1, 3)[None, :, None, None]
     step = step._replace(v_pages=v_pages)
-    for backend in pallas_kernels.backends("cpu"):
+    for backend in (REFERENCE, XLA):
         out = attend(step, MIXED, backend)
         assert np.abs(out[:2, :, 0] - [1, 1, 1, 2, 2, 2]).max() < 1e-6, backend
 
@@ -128,17 +132,19 @@ def test_head_counts_widths_and_page_sizes(
     heads: int, kv_heads: int, width: int, page_size: int, dtype: str
 ) -> None:
     """MHA, groups of 3 and 4, MQA, over every width and page size."""
-    geometry = Geometry(heads, kv_heads, width, page_size, 4, decode_rows=4, chunk_tokens=48, chunk_rows=3)
+    case = StepCase(
+        heads, kv_heads, width, page_size, 4, decode_rows=4, chunk_tokens=48, chunk_rows=3, dtype=dtype
+    )
     chunks = ((0, 2), (page_size - 1, 2), (page_size + 1, 2 * page_size - 23 if page_size > 16 else 13))
-    check(geometry, (1, page_size, 0, 4 * page_size), chunks, dtype=dtype)
+    check(case, (1, page_size, 0, 4 * page_size), chunks)
 
 
 @pytest.mark.parametrize("table_width", range(1, 10))
 def test_table_widths(table_width: int) -> None:
     """Widths that are no multiple of the pages of a block (B013)."""
-    geometry = Geometry(4, 2, 8, 8, table_width, decode_rows=3, chunk_tokens=16, chunk_rows=2)
-    most = geometry.most_keys
-    check(geometry, (most, most - 7, 1), ((max(0, most - 9), min(9, most)), (0, 3)))
+    case = StepCase(4, 2, 8, 8, table_width, decode_rows=3, chunk_tokens=16, chunk_rows=2)
+    most = case.most_keys
+    check(case, (most, most - 7, 1), ((max(0, most - 9), min(9, most)), (0, 3)))
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 33, 128, 4096])
@@ -148,7 +154,7 @@ def test_sliding_windows(window: int) -> None:
     check(mixed, (1, 8, 0, 128), ((0, 9), (7, 2), (88, 40)))
     check(mixed, (min(128, window), min(128, window + 1), 100, 63), ((100, 5), (0, 40)), seed=window)
     step = build(mixed, (128, 0, 9), ((60, 30), (3, 4)))
-    assert np.abs(attend(step, mixed, "reference") - plain(step, window)).max() <= FLOAT32_ERROR
+    assert np.abs(attend(step, mixed, REFERENCE) - plain(step, mixed)).max() <= FLOAT32_ERROR
 
 
 @pytest.mark.parametrize("window", [16, 100, 300])
@@ -159,8 +165,8 @@ def test_sliding_windows_over_many_blocks(window: int) -> None:
 
 def test_positions_beyond_int16() -> None:
     """A row of 37 500 keys (B149)."""
-    geometry = Geometry(2, 1, 8, 32, 1200, decode_rows=1)
-    check(geometry, (37_500,))
+    case = StepCase(2, 1, 8, 32, 1200, decode_rows=1)
+    check(case, (37_500,))
 
 
 def test_a_fully_poisoned_page_zero_is_what_padding_reads() -> None:
@@ -173,30 +179,96 @@ def test_a_rows_own_nan_stays_in_that_row() -> None:
     """One poisoned row or chunk leaves the others of the step bit for bit as they were (B159)."""
     chunks = ((0, 9), (3, 30), (0, 2))
     clean = build(MIXED, (5, 17, 128), chunks)
-    expected = attend(clean, MIXED, "xla")
+    expected = attend(clean, MIXED, XLA)
     for row in (1, MIXED.decode_rows + 1):
         page = int(clean.batch.page_table[row, 0])
         step = clean._replace(
             k_pages=clean.k_pages.at[page].set(np.nan), v_pages=clean.v_pages.at[page].set(np.nan)
         )
-        got = attend(step, MIXED, "xla")
+        got = attend(step, MIXED, XLA)
         mine = np.asarray(step.batch.token_row) == row
         assert np.isnan(got[mine]).all()
         np.testing.assert_array_equal(got[~mine], expected[~mine])
 
 
 def test_twice_is_equal_bit_for_bit() -> None:
-    for geometry, decodes, chunks in ((DECODE, DECODE_LENGTHS[3], ()), (CHUNKS, (), CHUNK_LENGTHS[1])):
-        step = build(geometry, decodes, chunks)
-        np.testing.assert_array_equal(attend(step, geometry, "xla"), attend(step, geometry, "xla"))
+    for case, decodes, chunks in ((DECODE, DECODE_LENGTHS[3], ()), (CHUNKS, (), CHUNK_LENGTHS[1])):
+        step = build(case, decodes, chunks)
+        np.testing.assert_array_equal(attend(step, case, XLA), attend(step, case, XLA))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("holes", [0.3, 1.0])
+def test_holes_in_the_page_table(holes: float, window: int | None) -> None:
+    """Pages that are 0 in the table are seen by nobody; a row without any gives zeros."""
+    mixed = dataclasses.replace(MIXED, window=window)
+    rows = (1, 8, 0, 128), ((0, 9), (7, 2), (88, 40))
+    for seed in range(3):
+        check(mixed, *rows, holes=holes, seed=seed)
+    step = build(mixed, *rows, holes=holes)
+    assert np.abs(attend(step, mixed, REFERENCE) - plain(step, mixed)).max() <= FLOAT32_ERROR
+    check(dataclasses.replace(DECODE, window=window), DECODE_LENGTHS[3], holes=holes)
+    check(dataclasses.replace(CHUNKS, window=window), (), CHUNK_LENGTHS[4], holes=holes)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 1), (9, 4), (16, 16), (40, 17), (128, 130)])
+def test_sinks_stay_in_sight(window: int, sinks: int) -> None:
+    mixed = dataclasses.replace(MIXED, window=window, sinks=sinks)
+    rows = (1, 8, 0, 128), ((0, 9), (7, 2), (88, 40))
+    check(mixed, *rows)
+    step = build(mixed, *rows)
+    assert np.abs(attend(step, mixed, REFERENCE) - plain(step, mixed)).max() <= FLOAT32_ERROR
+    check(dataclasses.replace(DECODE, window=window, sinks=sinks), DECODE_LENGTHS[3])
+    check(dataclasses.replace(CHUNKS, window=window, sinks=sinks), (), ((336, 310), (600, 2), (0, 8)))
+
+
+def test_soft_caps() -> None:
+    mixed = dataclasses.replace(MIXED, soft_cap=0.5, window=60)
+    rows = (1, 8, 0, 128), ((0, 9), (7, 2), (88, 40))
+    check(mixed, *rows)
+    step = build(mixed, *rows)
+    assert np.abs(attend(step, mixed, REFERENCE) - plain(step, mixed)).max() <= FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_pages_of_other_types(kv_dtype: str) -> None:
+    """The same numbers, read from narrower pages; what quantising itself costs is test_quantized_pages'."""
+    for case, decodes, chunks in (
+        (MIXED, (1, 8, 0, 128), ((0, 9), (7, 2), (88, 40))),
+        (dataclasses.replace(MIXED, window=40, sinks=4), (1, 8, 0, 128), ((0, 9), (7, 2), (88, 40))),
+        (DECODE, DECODE_LENGTHS[3], ()),
+    ):
+        check(dataclasses.replace(case, kv_dtype=kv_dtype), decodes, chunks)
 
 
 # --------------------------------------------------------------------------------------------- the choice
 
+H100 = Device("gpu", (9, 0), "NVIDIA H100", 132)
+LLAMA = Geometry(32, 8, 128, 16)
+
 
 def test_backends_are_resolved_by_name() -> None:
-    assert set(pallas_kernels.backends("cpu")) >= {"xla", "reference"}
-    assert pallas_kernels.resolve_backend("auto", "cpu") == "xla"
-    assert pallas_kernels.resolve_backend("reference", "cpu") == "reference"
+    float32 = dataclasses.replace(LLAMA, dtype="float32", kv_dtype="float32")
+    assert pallas_kernels.resolve_backend("auto", CPU, float32) == XLA
+    assert pallas_kernels.resolve_backend("reference", CPU, LLAMA) == REFERENCE
     with pytest.raises(NotImplementedError, match="'nonsense' does not exist; there are"):
-        pallas_kernels.resolve_backend("nonsense", "cpu")
+        pallas_kernels.resolve_backend("nonsense", CPU, LLAMA)
+
+
+def test_a_backend_refuses_with_its_reason() -> None:
+    with pytest.raises(NotImplementedError, match=r"'cudnn' does not serve NVIDIA H100: .* dense keys"):
+        pallas_kernels.resolve_backend("cudnn", H100, LLAMA)
+    with pytest.raises(NotImplementedError, match=r"'xla' does not serve cpu: .*interpret"):
+        pallas_kernels.resolve_backend("xla", CPU, LLAMA, interpret=True)
+    reasons = pallas_kernels.backends(CPU, LLAMA)
+    assert set(reasons) == {"pallas_mosaic", "pallas_triton", "cudnn", "xla", "reference"}
+    assert all("\n" not in reason for reason in reasons.values())
+
+
+def test_one_layer_that_is_not_served_refuses_for_all() -> None:
+    """Layers may differ in their KV heads: a backend must serve each."""
+    odd = dataclasses.replace(LLAMA, width=72)
+    served = pallas_kernels.backends(H100, LLAMA)
+    both = pallas_kernels.backends(H100, LLAMA, odd)
+    assert both["xla"] == served["xla"] == ""
+    assert pallas_kernels.resolve_backend("auto", H100, LLAMA, odd).name in both

@@ -18,8 +18,10 @@ from jaxinfer.config import (
     sample_ladder,
     shape_ladder,
 )
+from jaxinfer.config.steps import QUERY_TILES
 from jaxinfer.core import Slice, StepPlan
 from jaxinfer.runtime import inputs
+from pallas_kernels.batch import TILE_SIZES
 
 SIZES: dict[str, Any] = {
     "table_width": 3, "page_size": 4, "num_pages": 10, "vocab_size": 300, "most_emitting": 4
@@ -277,3 +279,14 @@ def test_the_cheapest_bucket_is_taken() -> None:
     ]:
         plan = StepPlan(0, tuple(piece(0, (1,) * n, (1,)) for n in counts))
         assert str(inputs.choose_shape(plan, ladder)) == expected
+
+
+def test_the_ladder_cuts_the_tiles_that_the_backend_wants() -> None:
+    """What a ladder assumes when no backend is asked is what the xla backend wants."""
+    assert QUERY_TILES == TILE_SIZES
+    assert all(shape.tiles == (16,) for shape in shape_ladder(8, 256, (16,)))
+    assert invariant_ladder(8, 256, (64, 16))[0].tiles == (16,)
+    shape = StepShape(34, 2, 2, tiles=(16,))
+    view = inputs.layout(shape, 3, 4).views(np.zeros(inputs.layout(shape, 3, 4).size, np.int32))
+    assert view["tiles16"].shape == (4, 3)  # 32 tokens of 2 rows
+    assert view["num_tiles"].shape == (1,)

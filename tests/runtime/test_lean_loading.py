@@ -32,6 +32,7 @@ def main() -> None:
     from jaxinfer.config import ModelConfig
     from jaxinfer.model import weights
     from jaxinfer.model.llama import Build
+    from pallas_kernels import Backend
 
     def anonymous() -> int:
         with open("/proc/self/status") as status:
@@ -52,7 +53,7 @@ def main() -> None:
     thread = threading.Thread(target=watch)
     thread.start()
     began = time.perf_counter()
-    _, state = weights.load_params(config, Build(jnp.dtype("float32"), "cpu", "xla"), checkpoint)
+    _, state = weights.load_params(config, Build(jnp.dtype("float32"), "cpu", Backend("xla")), checkpoint)
     leaves = jax.block_until_ready(jax.tree.leaves(state))
     seconds = time.perf_counter() - began
     running = False

@@ -104,8 +104,8 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-def tiny_build(dtype: str = "float32", backend: str = "xla", platform: str = "cpu") -> Build:
-    return Build(jnp.dtype(dtype), platform, Backend(backend))
+def tiny_build(dtype: str = "float32", backend: str | Backend = "xla", platform: str = "cpu") -> Build:
+    return Build(jnp.dtype(dtype), platform, Backend(backend) if isinstance(backend, str) else backend)
 
 
 def tiny_params(
@@ -126,16 +126,18 @@ def tiny_runner(
     max_model_len: int = 128,
     ladder: tuple[StepShape, ...] | None = None,
     dtype: str = "float32",
-    backend: str = "xla",
+    kv_dtype: str = "",
+    backend: str | Backend = "xla",
     strict: bool = False,
 ) -> JaxRunner:
-    """A runner of random weights. `ladder` stands in for the one of the two limits, to compile less."""
+    """A runner of random weights. `ladder` stands in for the one of the two limits, to compile less; `kv_dtype`
+    "" is `dtype`."""
     build = tiny_build(dtype, backend)
     graph, state = tiny_params(config, tensors, build)
     return JaxRunner(
         config, graph, state, ladder or shape_ladder(max_num_seqs, max_num_batched_tokens),
         num_pages=num_pages, page_size=page_size, max_model_len=max_model_len,
-        kv_dtype=build.dtype, platform=build.platform, strict=strict,
+        kv_dtype=kv_dtype or build.dtype, platform=build.platform, strict=strict,
     )  # fmt: skip
 
 

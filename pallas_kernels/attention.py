@@ -40,14 +40,24 @@ def _first_reason(backend: Backend, geometries: tuple[Geometry, ...]) -> str:
     return next(filter(None, (unsupported(backend, geometry) for geometry in geometries)), "")
 
 
-def resolve_backend(name: str, device: Device, *geometries: Geometry, interpret: bool = False) -> Backend:
-    """The backend that `name` ("auto" for the best one) means on `device`.
+def resolve_backend(
+    name: str,
+    device: Device,
+    *geometries: Geometry,
+    interpret: bool = False,
+    without: tuple[str, ...] = (),
+) -> Backend:
+    """The backend that `name` ("auto" for the best one that is not among `without`) means on `device`.
 
     Raises NotImplementedError with the reason when a named backend does not serve the device or the shapes.
     """
     if name == "auto":
         reasons = backends(device, *geometries, interpret=interpret)
-        name = next(known for known, reason in reasons.items() if not reason)
+        served = [known for known, reason in reasons.items() if not reason and known not in without]
+        if not served:
+            told = "; ".join(f"{known}: {reason or 'passed over'}" for known, reason in reasons.items())
+            raise NotImplementedError(f"no attention backend serves {device.kind or device.platform}: {told}")
+        name = served[0]
     if name not in BACKENDS:
         raise NotImplementedError(
             f"attention backend {name!r} does not exist; there are {', '.join(BACKENDS)}"

@@ -28,6 +28,7 @@ from jaxinfer.runtime.trace import release_freed_memory
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.errors import ChatTemplateError, TokenizerError
 from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from pallas_kernels import self_test
 
 logger = logging.getLogger(__name__)
 
@@ -125,14 +126,25 @@ def _attention(
         for kv_heads in sorted({layer.num_kv_heads for layer in model.layers})
     ]
     device = pallas_kernels.Device.of(jax.local_devices()[0])
-    try:
-        backend = pallas_kernels.resolve_backend(
-            config.attention_backend, device, *geometries, interpret=config.interpret_kernels
-        )
-    except NotImplementedError as reason:
-        raise ConfigError(str(reason)) from None
-    logger.info("attention: %s on %s", backend.name, device.kind or device.platform)
-    return backend, pallas_kernels.query_tiles(backend, *geometries)
+    windows = {layer.window for layer in model.layers}
+    failed: list[str] = []
+    while True:
+        try:
+            backend = pallas_kernels.resolve_backend(
+                config.attention_backend, device, *geometries,
+                interpret=config.interpret_kernels, without=tuple(failed),
+            )  # fmt: skip
+        except NotImplementedError as reason:
+            raise ConfigError(str(reason)) from None
+        reason = self_test.failures(backend, geometries, windows) if device.platform == "gpu" else ""
+        if not reason:
+            logger.info("attention: %s on %s", backend.name, device.kind or device.platform)
+            return backend, pallas_kernels.query_tiles(backend, *geometries)
+        said = f"attention backend {backend.name!r} fails its test on {device.kind}: it {reason}"
+        if config.attention_backend != "auto":
+            raise ConfigError(said)
+        logger.warning("%s; the next one is taken", said)
+        failed.append(backend.name)
 
 
 def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> frozenset[int]:

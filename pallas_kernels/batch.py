@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -14,7 +15,13 @@ UNIFORM_TILE_SIZES = TILE_SIZES[-1:]
 """The same where every query must see its keys in the same blocks whatever its chunk is: small ones only."""
 
 
-class RaggedBatch(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["token_row", "positions", "page_table", "kv_len", "tiles", "num_tiles"],
+    meta_fields=["tile_sizes"],
+)
+@dataclass(frozen=True)
+class RaggedBatch:
     """Which query belongs to which row, and where each row's keys live. All int32.
 
     Shapes in the alphabet of docs/shapes.md: T packed tokens, B rows, P pages per row.
@@ -23,9 +30,9 @@ class RaggedBatch(NamedTuple):
     positions   [T]     position of each token in its sequence, 0 for padding
     page_table  [B, P]  page ids; page i of a row holds positions i * Z .. (i + 1) * Z - 1; unused are 0
     kv_len      [B]     keys of each row that are written, this step's own included; 0 for padding rows
-    tiles       one [C, 3] per tile size: (row, first packed token, tokens) of each query tile, in order; two
-                arrays for TILE_SIZES, one for UNIFORM_TILE_SIZES
+    tiles       one [C, 3] per tile size: (row, first packed token, tokens) of each query tile, in order
     num_tiles   [len(tiles)]  how many entries of each `tiles` are real
+    tile_sizes  most tokens of the entries of each `tiles`, largest first; static: a kernel is built for it
 
     Token t attends to the keys at positions 0 .. positions[t] of its row. The first `decode_rows` tokens
     (a static number, passed beside this) are rows of one query each: token i is row i. Worked example with
@@ -44,6 +51,13 @@ class RaggedBatch(NamedTuple):
     kv_len: jax.Array
     tiles: tuple[jax.Array, ...]
     num_tiles: jax.Array
+    tile_sizes: tuple[int, ...]
+
+    def check_tiles(self, *most: int) -> None:
+        """Assert that there are as many tile sizes as a backend takes, none larger than it can."""
+        assert len(self.tile_sizes) == len(self.tiles) <= len(most), (self.tile_sizes, most)
+        fits = all(size <= limit for size, limit in zip(self.tile_sizes, most, strict=False))
+        assert fits, f"query tiles of {self.tile_sizes} tokens for a backend of at most {most}"
 
 
 def tile_capacity(chunk_tokens: int, chunk_rows: int, sizes: tuple[int, ...] = TILE_SIZES) -> tuple[int, ...]:

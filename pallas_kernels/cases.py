@@ -126,7 +126,7 @@ def build(
         place += count
     filled, num_tiles = fill_tiles(cut, tile_capacity(case.chunk_tokens, case.chunk_rows, tiles), tiles)
     q = generator.standard_normal((tokens, case.heads, case.width))
-    batch = RaggedBatch(token_row, positions, table, kv_len, filled, num_tiles)  # type: ignore[arg-type]
+    batch = RaggedBatch(token_row, positions, table, kv_len, filled, num_tiles, tiles)  # type: ignore[arg-type]
     kv_dtype = case.kv_dtype or case.dtype
     return Step(
         jnp.asarray(q, case.dtype), _pages(pages[0], kv_dtype), _pages(pages[1], kv_dtype),

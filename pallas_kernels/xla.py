@@ -188,7 +188,7 @@ def _chunks(q: jax.Array, k_pages: Pages, v_pages: Pages, batch: RaggedBatch, ru
     tokens, heads, width = q.shape
     kv_heads = k_pages.shape[1]
     group = heads // kv_heads
-    sizes = TILE_SIZES[-len(batch.tiles) :]
+    sizes = batch.tile_sizes
     out = jnp.zeros((tokens + sizes[0], heads, width), q.dtype)
     padded = jnp.pad(q, ((0, sizes[0]), (0, 0), (0, 0)))  # a tile may reach past the last token
     positions = jnp.pad(batch.positions, (0, sizes[0]))

@@ -229,7 +229,7 @@ def unpack(named: dict[str, Any], shape: StepShape) -> StepInputs:
     """Group the parts that `Layout.split` gives."""
     batch = RaggedBatch(
         named["token_row"], named["positions"], named["page_table"], named["kv_len"],
-        tuple(named[f"tiles{size}"] for size in shape.tiles), named["num_tiles"],
+        tuple(named[f"tiles{size}"] for size in shape.tiles), named["num_tiles"], shape.tiles,
     )  # fmt: skip
     slots = WriteSlots(named["page_ids"], named["offsets"])
     return StepInputs(named["tokens"], named["source"], batch, slots, named["num_prompt"], named["emit"])

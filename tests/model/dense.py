@@ -15,7 +15,7 @@ from jaxinfer.core import Limits, Slice, StepPlan
 from jaxinfer.model.kv import WriteSlots, create_kv
 from jaxinfer.runtime import inputs
 from pallas_kernels import RaggedBatch
-from pallas_kernels.batch import fill_tiles, tile_capacity
+from pallas_kernels.batch import TILE_SIZES, fill_tiles, tile_capacity
 
 Tensors = dict[str, np.ndarray]
 
@@ -115,7 +115,13 @@ def chunk_logits(
     positions = np.arange(count, dtype=np.int32)
     tiles, num_tiles = fill_tiles([(0, 0, count)], tile_capacity(count, 1))
     batch = RaggedBatch(
-        np.zeros(count, np.int32), positions, table[None], np.asarray([count], np.int32), tiles, num_tiles
+        np.zeros(count, np.int32),
+        positions,
+        table[None],
+        np.asarray([count], np.int32),
+        tiles,
+        num_tiles,
+        TILE_SIZES,
     )
     slots = WriteSlots(table[positions // page_size], positions % page_size)
     dtype = jax.tree.leaves(state)[0].dtype

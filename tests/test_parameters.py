@@ -12,7 +12,7 @@ from jaxinfer import ConfigError, EngineConfig, RequestError, SamplingParams
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("dtype", "float16"),
+        ("dtype", "float8"),
         ("max_num_seqs", 0),
         ("max_num_seqs", 1.5),
         ("page_size", 12),
@@ -29,7 +29,7 @@ from jaxinfer import ConfigError, EngineConfig, RequestError, SamplingParams
         ("generation_config", "vllm"),
         ("trace", 7),
         ("seed", 2**63),
-        ("quantization", "int8"),
+        ("quantization", "int3"),
         ("scheduling_policy", "sjf"),
         ("tensor_parallel_size", 2),
         ("speculative", "ngram"),

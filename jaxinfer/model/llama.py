@@ -21,16 +21,19 @@ from jaxinfer.model import kv as kv_state
 from jaxinfer.model import rope
 from jaxinfer.model.kv import KVState, WriteSlots
 from jaxinfer.model.linear import Layout, layout_for
+from jaxinfer.model.quantized import Quantization, QuantizedLinear
 from pallas_kernels import Pages
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How the module is built: what its parameters are and where attention runs."""
+    """How the module is built: what its parameters are, where attention runs, and to what the weights of its
+    layers are rounded (None: `dtype`)."""
 
     dtype: jnp.dtype
     platform: str
     attention_backend: pallas_kernels.Backend
+    quantization: Quantization | None = None
 
 
 class StepContext(NamedTuple):
@@ -53,6 +56,13 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         y = self.layout.matmul(x, self.weight[...], dtype)
         return y if self.bias is None else y + self.bias[...]
+
+
+def layer_linear(inputs: int, outputs: int, build: Build, *, bias: bool = False) -> Linear | QuantizedLinear:
+    """A product inside of a layer, quantised when the build says so."""
+    if build.quantization is None:
+        return Linear(inputs, outputs, build, bias=bias)
+    return QuantizedLinear(inputs, outputs, build.quantization, build.platform, build.dtype, bias=bias)
 
 
 class RMSNorm(nnx.Module):
@@ -92,11 +102,13 @@ class Attention(nnx.Module):
         self.rule = pallas_kernels.Rule(self.head_dim**-0.5, layer.window)
         self.backend = build.attention_backend
         outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = Linear(config.hidden_size, outputs, build, bias=config.qkv_bias)
+        self.qkv = layer_linear(config.hidden_size, outputs, build, bias=config.qkv_bias)
         head_norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, build)
         self.q_norm = head_norm() if config.qk_norm else None
         self.k_norm = head_norm() if config.qk_norm else None
-        self.output = Linear(self.heads * self.head_dim, config.hidden_size, build, bias=config.output_bias)
+        self.output = layer_linear(
+            self.heads * self.head_dim, config.hidden_size, build, bias=config.output_bias
+        )
 
     def __call__(
         self, x: jax.Array, k_pages: Pages, v_pages: Pages, step: StepContext, decode_rows: int
@@ -124,8 +136,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, build: Build):
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = Linear(width, 2 * inner, build, bias=config.mlp_bias)
-        self.down = Linear(inner, width, build, bias=config.mlp_bias)
+        self.gate_up = layer_linear(width, 2 * inner, build, bias=config.mlp_bias)
+        self.down = layer_linear(inner, width, build, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)

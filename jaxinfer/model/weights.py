@@ -6,6 +6,8 @@ is anything that lists, measures and reads tensors by name.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 import re
@@ -23,6 +25,8 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.core import ConfigError
 from jaxinfer.model.linear import Layout, RowMajor, layout_for
 from jaxinfer.model.llama import Build, abstract_model
+from jaxinfer.model.quantized import QuantizedLayout
+from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,11 @@ class Parameter:
     @property
     def outputs(self) -> int:
         return sum(shape[0] for shape in self.shapes)
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether it is a weight inside of a layer: see `jaxinfer.model.quantized`."""
+        return self.path[0] == "layers" and len(self.shapes[0]) == 2
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
@@ -149,14 +158,24 @@ def load_params(
     `sharding` of a parameter says which part of it lies on which device (None: all on the default device);
     only the parts of this process's devices are read, each once, one after the other. Host memory above the
     loaded parameters stays within the part being placed (on CPU that is the parameter itself) and READ_BYTES
-    of what is read. `on_tensor(1)` is called per parameter. Raises ConfigError for a missing,
-    extra or mis-shaped tensor.
+    of what is read, also where weights are quantised. `on_tensor(1)` is called per parameter. Raises
+    ConfigError for a missing, extra or mis-shaped tensor, and for quantization together with `sharding`.
     """
     check_names(config, source)
     warn_of_another_head(config, source)
+    if sharding is not None and build.quantization is not None:
+        raise ConfigError(
+            f"quantization {build.quantization.format!r} of weights that lie on several devices is not "
+            "supported yet; leave it at None"
+        )
 
-    def read(parameter: Parameter) -> jax.Array:
+    def read(parameter: Parameter) -> jax.Array | QuantizedWeight:
         outputs, shape = parameter.outputs, parameter.shapes[0]
+        if build.quantization is not None and parameter.quantizable:
+            quantized = build.quantization.layout(build.platform, outputs)
+            value = _read_quantized(parameter, quantized, source)
+            on_tensor(1)
+            return value
         layout = layout_for(build.platform, outputs) if len(shape) == 2 else RowMajor()
         if sharding is None:
             value = jax.device_put(_read(parameter, layout, build.dtype, source))
@@ -223,20 +242,46 @@ def _read(
     if width:
         rows, columns = layout.source(index, parameter.outputs, width[0])
         packed = _aligned(layout.shape(len(rows), len(columns)), dtype)
-        most_rows = max(1, READ_BYTES // (4 * max(1, len(columns))))
-        rest = (slice(columns.start, columns.stop),)
     else:
-        rows, most_rows, rest = range(parameter.outputs)[index[0]], parameter.outputs, ()
+        rows, columns = range(parameter.outputs)[index[0]], None
         packed = _aligned((len(rows),), dtype)
+    for start, part in _parts(parameter, rows, columns, source):
+        layout.store(packed, start, part)
+    return packed
+
+
+def _read_quantized(parameter: Parameter, layout: QuantizedLayout, source: Source) -> QuantizedWeight:
+    """A weight, quantised part by part as it is read: it is never whole in another dtype."""
+    inputs = parameter.shapes[0][1]
+    packed = _empty(layout, parameter.outputs, inputs)
+    for start, part in _parts(parameter, range(parameter.outputs), range(inputs), source):
+        layout.store(packed, start, part)
+    return QuantizedWeight(*map(jax.device_put, packed))
+
+
+def _empty(layout: QuantizedLayout, outputs: int, inputs: int) -> QuantizedWeight:
+    return QuantizedWeight(*(_aligned(part.shape, part.dtype) for part in layout.empty(outputs, inputs)))
+
+
+def _most_rows(columns: int) -> int:
+    """Rows of so many float32 columns within READ_BYTES."""
+    return max(1, READ_BYTES // (4 * max(1, columns)))
+
+
+def _parts(
+    parameter: Parameter, rows: range, columns: range | None, source: Source
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Rows `rows` (and of a matrix, `columns`) of a parameter, in parts: (the first one's place among the
+    wanted rows, what the checkpoint holds there)."""
+    most_rows = parameter.outputs if columns is None else _most_rows(len(columns))
+    rest = () if columns is None else (slice(columns.start, columns.stop),)
     first = 0  # of the tensor's rows among the parameter's
     for name, shape in zip(parameter.tensors, parameter.shapes, strict=True):
         begin, end = max(rows.start, first), min(rows.stop, first + shape[0])
         for start in range(begin, end, most_rows):
             stop = min(start + most_rows, end)
-            part = source.read(name, (slice(start - first, stop - first), *rest))
-            layout.store(packed, start - rows.start, part)
+            yield start - rows.start, source.read(name, (slice(start - first, stop - first), *rest))
         first += shape[0]
-    return packed
 
 
 def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
@@ -250,36 +295,69 @@ def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
 def random_params(
     config: ModelConfig, build: Build, seed: int = 0, *, on_tensor: Callable[[int], None] = lambda count: None
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Parameters drawn at the scale of a trained model (for benchmarks and tests): normal, 0.02; norms 1."""
-    generator = np.random.default_rng(seed)
+    """Parameters drawn at the scale of a trained model (for benchmarks and tests): normal, 0.02; norms 1.
 
-    def draw(parameter: Parameter) -> jax.Array:
+    A GPU draws for itself, one parameter after the other (numpy would take minutes for 16 GB): the
+    distribution is the same, the numbers are others than on CPU. Quantised weights are drawn and quantised on
+    the host.
+    """
+    generator = np.random.default_rng(seed)
+    numbers = itertools.count()
+
+    def draw(parameter: Parameter) -> jax.Array | QuantizedWeight:
         shape = (parameter.outputs, *parameter.shapes[0][1:])
         on_tensor(1)
         if "norm" in str(parameter.path[-2]):
             return jnp.ones(shape, build.dtype)
-        value = generator.standard_normal(shape, np.float32)
-        value *= 0.02
-        if value.ndim == 1:
-            return jax.device_put(value.astype(build.dtype))
-        layout = layout_for(build.platform, parameter.outputs)
-        packed = _aligned(layout.shape(*shape), build.dtype)
-        layout.store(packed, 0, value)
-        return jax.device_put(packed)
+        quantized = build.quantization is not None and parameter.quantizable
+        if build.platform == "gpu" and not quantized:
+            return _normal(jax.random.key(seed), next(numbers), shape, build.dtype)
+        if len(shape) == 1:
+            return jax.device_put((generator.standard_normal(shape, np.float32) * 0.02).astype(build.dtype))
+        outputs, inputs = shape
+        if build.quantization is not None and parameter.quantizable:
+            layout = build.quantization.layout(build.platform, outputs)
+            packed = _empty(layout, outputs, inputs)
+        else:
+            layout = layout_for(build.platform, outputs)
+            packed = _aligned(layout.shape(outputs, inputs), build.dtype)
+        step = _most_rows(inputs)
+        for start in range(0, outputs, step):
+            part = generator.standard_normal((min(step, outputs - start), inputs), np.float32)
+            part *= 0.02
+            layout.store(packed, start, part)  # type: ignore[arg-type]  # each layout stores what it made
+        return jax.tree.map(jax.device_put, packed)
 
     return _fill(config, build, draw)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, number: int, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """The `number`-th parameter's random numbers, made where they are used."""
+    drawn = 0.02 * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+    return drawn.astype(dtype)
+
+
+def param_bytes(config: ModelConfig, build: Build) -> int:
+    """What the parameters take on the device."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_model(config, build)[1]))
+
+
 def _fill(
-    config: ModelConfig, build: Build, value_of: Callable[[Parameter], jax.Array]
+    config: ModelConfig, build: Build, value_of: Callable[[Parameter], jax.Array | QuantizedWeight]
 ) -> tuple[nnx.GraphDef, nnx.State]:
     graph, state = abstract_model(config, build)
     flat = dict(nnx.to_flat_state(state))
     filled = {}
     for parameter in parameters(config):
-        variable = flat.pop(parameter.path)
         value = value_of(parameter)
-        assert value.shape == variable.shape, f"{parameter.path}: {value.shape} is not {variable.shape}"
-        filled[parameter.path] = variable.replace(value)
+        if isinstance(value, QuantizedWeight):
+            values = {parameter.path: value.values, (*parameter.path[:-1], "scales"): value.scales}
+        else:
+            values = {parameter.path: value}
+        for path, array in values.items():
+            variable = flat.pop(path)
+            assert array.shape == variable.shape, f"{path}: {array.shape} is not {variable.shape}"
+            filled[path] = variable.replace(array)
     assert not flat, f"parameters without a tensor: {list(flat)}"
     return graph, nnx.from_flat_state(filled)

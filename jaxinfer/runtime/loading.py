@@ -20,6 +20,7 @@ from jaxinfer.config import EngineConfig, ModelConfig, invariant_ladder, shape_l
 from jaxinfer.core import ConfigError, Limits, SamplingParams
 from jaxinfer.model import kv, weights
 from jaxinfer.model.llama import Build
+from jaxinfer.model.quantized import Quantization
 from jaxinfer.presets import PRESETS
 from jaxinfer.progress import phase
 from jaxinfer.runtime.generation_config import check_ids, default_sampling
@@ -66,9 +67,9 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
 
     name, model_config, source, tokenizer, template = _open(model)
     backend, tiles = _attention(config, model_config, dtype, kv_dtype)
-    build = Build(dtype, platform, backend)
+    build = Build(dtype, platform, backend, _quantization(config, model_config, backend.device))
     if source is None:
-        _check_room(model, model_config, dtype, platform)
+        _check_room(model, model_config, build)
     eos = _eos_ids(model_config, source, tokenizer)
     sampled_vocab = _sampled_vocab(model_config, source, tokenizer)
     sampling = SamplingParams()
@@ -145,6 +146,23 @@ def _attention(
             raise ConfigError(said)
         logger.warning("%s; the next one is taken", said)
         failed.append(backend.name)
+
+
+def _quantization(
+    config: EngineConfig, model: ModelConfig, device: pallas_kernels.Device
+) -> Quantization | None:
+    """What the weights are rounded to, and what multiplies them here. Raises ConfigError with the reason when
+    this device or this model's shapes do not allow what is asked for."""
+    if config.quantization is None:
+        return None
+    try:
+        backend = pallas_kernels.resolve_matmul(config.quantization, device)
+    except NotImplementedError as reason:
+        raise ConfigError(f"quantization {config.quantization!r} cannot run here: {reason}") from None
+    quantization = Quantization(config.quantization, backend)
+    quantization.check(model)
+    logger.info("weights: %s by %s", config.quantization, backend.name)
+    return quantization
 
 
 def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -233,12 +251,13 @@ def _model_name(model: str) -> str:
     return path.name
 
 
-def _check_room(model: str, config: ModelConfig, dtype: jnp.dtype, platform: str) -> None:
+def _check_room(model: str, config: ModelConfig, build: Build) -> None:
     """Raise ConfigError where random weights would not fit: numpy's own error would name neither number."""
-    needed, free = config.num_params * dtype.itemsize, _free_bytes(platform)
+    needed, free = weights.param_bytes(config, build), _free_bytes(build.platform)
     if needed > free:
+        kind = build.quantization.format if build.quantization else build.dtype.name
         raise ConfigError(
-            f"{model}: {config.num_params} parameters in {dtype.name} take {needed / 1e9:.1f} GB; "
+            f"{model}: {config.num_params} parameters in {kind} take {needed / 1e9:.1f} GB; "
             f"{free / 1e9:.1f} GB are free"
         )
 

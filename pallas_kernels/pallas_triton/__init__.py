@@ -1,0 +1,104 @@
+"""Paged attention in Pallas Triton: every NVIDIA GPU of compute capability 8.0 and above, with 8-bit pages.
+
+JAX has deprecated Pallas Triton since 0.11.0 in favour of Mosaic GPU, and says so with a DeprecationWarning
+whenever one of these kernels is lowered. It is here for 8-bit pages and for GPUs that the Mosaic kernels do
+not serve; jax 0.11.2 to 0.12.0.1 are the versions that it was compiled with.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.device import DTYPES, Backend, Device, Geometry
+from pallas_kernels.pages import FLOAT8, Pages
+from pallas_kernels.pallas_triton import decode, prefill
+from pallas_kernels.pallas_triton.blocking import decode_blocking, prefill_blocking
+from pallas_kernels.rule import Rule
+
+WIDEST = 256  # lanes of a head: beyond, a block's sums leave the registers
+
+
+def unsupported(device: Device, geometry: Geometry, interpret: bool) -> str:
+    """Why the kernels do not serve these shapes on this device; "" when they do."""
+    g, capability = geometry, device.capability
+    if g.dtype not in DTYPES:
+        return f"queries of {g.dtype}: it takes {', '.join(DTYPES)}"
+    if g.kv_dtype not in (g.dtype, "int8", FLOAT8):
+        return f"pages of {g.kv_dtype} for queries of {g.dtype}: it takes the same type, int8 and {FLOAT8}"
+    if g.width > WIDEST:
+        return f"heads of width {g.width}: it takes at most {WIDEST}"
+    if interpret:
+        return ""
+    if device.platform != "gpu":
+        return f"it compiles for NVIDIA GPUs, not for {device.platform} (there the interpreter runs it)"
+    if capability is None:
+        return "it is checked on NVIDIA GPUs only"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 (bfloat16, asynchronous copies), not {_text(capability)}"
+    if g.kv_dtype == FLOAT8 and capability < (8, 9):
+        return f"pages of {FLOAT8} need compute capability 8.9, not {_text(capability)}"
+    return ""
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def query_tiles(device: Device, geometry: Geometry) -> tuple[int, ...]:
+    """One size: as many tokens as fill a program's rows with the query heads of a group."""
+    return (prefill.tile_tokens(geometry.group, prefill_blocking(device, geometry)),)
+
+
+@functools.partial(jax.jit, static_argnames=("decode_rows", "rule", "backend"))
+def paged_attention(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    batch: RaggedBatch,
+    *,
+    decode_rows: int,
+    rule: Rule,
+    backend: Backend,
+) -> jax.Array:
+    """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are lowered once.
+
+    Raises NotImplementedError for pools of 8 bits between 2 and 4 GiB, whose places Pallas cannot index.
+    """
+    tokens, heads, width = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    _check_index_width(k_pages)
+    device = backend.device
+    geometry = Geometry(heads, kv_heads, width, page_size, q.dtype.name, k_pages.dtype.name)
+    decoded = None
+    if decode_rows:
+        decoded = decode.attend(
+            q[:decode_rows], k_pages, v_pages, batch.page_table, batch.kv_len, rule=rule,
+            blocking=decode_blocking(device, geometry), num_cores=device.num_cores,
+            interpret=backend.interpret,
+        )  # fmt: skip
+        if decode_rows == tokens:
+            return decoded
+    batch.check_tiles(*query_tiles(device, geometry))
+    out = jnp.zeros(q.shape, q.dtype)
+    if decoded is not None:
+        out = out.at[:decode_rows].set(decoded)
+    return prefill.attend(
+        out, q, k_pages, v_pages, batch, rule=rule, blocking=prefill_blocking(device, geometry),
+        interpret=backend.interpret,
+    )  # fmt: skip
+
+
+def _check_index_width(pages: Pages) -> None:
+    """Pallas Triton counts elements in 32 bits up to 2^32 bytes, although signed ones end at 2^31 (jax 0.11.2
+    to 0.12.0.1): only elements of one byte can lie in between."""
+    size = math.prod(pages.shape) * pages.dtype.itemsize
+    if pages.dtype.itemsize == 1 and 2**31 < size <= 2**32:
+        raise NotImplementedError(
+            f"Pallas Triton cannot index {size} bytes of {pages.dtype.name} pages: let K of one layer take "
+            "at most 2^31 or more than 2^32 bytes, or choose another attention backend"
+        )

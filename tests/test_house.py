@@ -51,6 +51,9 @@ FORBIDDEN = {
 
 EVERYWHERE_FORBIDDEN = {"torch", "transformers"}
 
+# The one program that runs torch, to be compared with: a process of its own, which no module imports.
+RUNS_TORCH = "benchmarks/torch_attention.py"
+
 
 def modules() -> list[tuple[str, Path]]:
     found = []
@@ -128,6 +131,20 @@ def test_a_planted_import_is_seen(tmp_path: Path, room: str, line: str) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text(f"def f():\n    {line}\n")
     assert faults(f"{room}.planted", planted)
+
+
+def test_one_program_alone_imports_torch() -> None:
+    """Not even what lies beside the packages does, and nothing imports that program."""
+    paths = [path for _, path in modules()]
+    paths += [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.py")]
+    found = {}
+    for path in paths:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        top_level = {module.partition(".")[0] for module in imports_of(name, path)}
+        if wrong := top_level & EVERYWHERE_FORBIDDEN:
+            found[str(path.relative_to(ROOT))] = wrong
+        assert "benchmarks.torch_attention" not in imports_of(name, path), path
+    assert found == {RUNS_TORCH: {"torch"}}
 
 
 def test_files_stay_readable() -> None:

@@ -45,11 +45,9 @@ from pallas_kernels.pallas_mosaic.common import (
     swizzled,
     synchronize,
 )
-from pallas_kernels.pallas_mosaic.decode_plan import REDUCTION_BYTES, Plan, plan, unsupported_decode
+from pallas_kernels.pallas_mosaic.decode_plan import REDUCTION_BYTES, Plan, plan
 from pallas_kernels.rule import Rule
 from pallas_kernels.tuning import geometry_key, lookup
-
-__all__ = ["decode", "unsupported_decode"]
 
 
 def decode(
@@ -66,7 +64,7 @@ def decode(
 
     q [D, N, H]; k_pages, v_pages [M, K, Z, H] of q's type; page_table int32 [D, P], ids in 0 .. M - 1, 0 a
     hole; kv_len int32 [D], 0 for padding rows. Returns [D, N, H] in q's dtype; softmax and sums in float32.
-    Rows that see no key give zeros. `unsupported_decode` says which shapes there are kernels for;
+    Rows that see no key give zeros. `decode_plan.unsupported_decode` says for which shapes there are kernels;
     `reference.paged_attention` is the specification.
     """
     rows, heads, width = q.shape
@@ -91,7 +89,8 @@ def _decode(q, k_pages, v_pages, page_table, kv_len, *, sizes: Plan, rule: Rule,
     out_dtype = jnp.dtype(jnp.float32) if split else dtype
     out_type = [jax.ShapeDtypeStruct((*lead, sizes.group, width), out_dtype)]
     if split:
-        out_type += [jax.ShapeDtypeStruct((*lead, sizes.rows), jnp.float32)] * 2
+        sums_shape = (rows, kv_heads, sizes.rows, sizes.splits)
+        out_type += [jax.ShapeDtypeStruct(sums_shape, jnp.float32)] * 2
     tile = 128 if target.tma else async_copy_tile(min(sizes.block, sizes.page_size), width)
     slots = swizzled((sizes.depth, sizes.block, width), dtype, most_bytes=tile)
     barriers = plgpu.Barrier(num_arrivals=sizes.copies, num_barriers=sizes.depth)
@@ -110,17 +109,18 @@ def _decode(q, k_pages, v_pages, page_table, kv_len, *, sizes: Plan, rule: Rule,
         interpret=target.interpret_params,
         kernel_name="paged_decode",
     )(q, k_pages, v_pages, page_table, kv_len)  # fmt: skip
-    out = _merge(out, *(x[..., : sizes.group] for x in sums)) if split else out[:, :, 0]
+    out = _merge(out, *(x[:, :, : sizes.group] for x in sums)) if split else out[:, :, 0]
     return out[:, :, :group].reshape(rows, heads, width).astype(dtype)
 
 
 def _merge(numerators: jax.Array, maxima: jax.Array, sums: jax.Array) -> jax.Array:
-    """numerators float32 [D, K, splits, G, H], maxima (of scores in base 2) and sums [D, K, splits, G] ->
-    [D, K, G, H]; zeros where no share saw a key."""
-    weights = jnp.exp2(maxima - jnp.max(maxima, axis=2, keepdims=True))
-    total = jnp.sum(weights * sums, axis=2)
-    out = jnp.sum(weights[..., None] * numerators, axis=2)
-    return out / jnp.where(total == 0, 1.0, total)[..., None]
+    """numerators float32 [D, K, splits, G, H], maxima (of scores in base 2) and sums [D, K, G, splits] ->
+    [D, K, G, H]; zeros where no share saw a key. One launch: the weights are divided by their total along the
+    last axis, as in a softmax, before they meet the numerators; other orders took three."""
+    weights = jnp.exp2(maxima - jnp.max(maxima, axis=3, keepdims=True))
+    total = jnp.sum(weights * sums, axis=3, keepdims=True)
+    weights /= jnp.where(total == 0, 1.0, total)
+    return jnp.sum(jnp.swapaxes(weights, 2, 3)[..., None] * numerators, axis=2)
 
 
 @dataclass
@@ -317,7 +317,7 @@ def _kernel(q, k_pages, v_pages, page_table, kv_len, *refs, sizes: Plan, rule: R
     synchronize(target)
     store(out.at[where], out_shared[pl.ds(0, sizes.group)])
     for reference, value in zip(sums, (largest, total), strict=False):
-        store(reference.at[where], value)
+        store(reference.at[where[0], where[1], :, where[2]], value)
 
 
 def _base2(products: jax.Array, rule: Rule) -> jax.Array:

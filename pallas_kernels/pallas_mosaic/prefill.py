@@ -56,8 +56,8 @@ def prefill(
     """Attention of the tokens of `tiles`; all others give zeros.
 
     q [T, N, H]; k_pages, v_pages [M, K, Z, H]; page_table [B, P], positions [T], kv_len [B] as in
-    RaggedBatch; tiles int32 [C, 3] (row, first packed token, at most `tile` tokens), num_tiles [1]; tile is at
-    most `query_tile`.
+    RaggedBatch; tiles int32 [C, 3] (row, first packed token, at most `tile` tokens), num_tiles [1]; `tile` is
+    at most `query_tile`.
     Returns [T, N, H] in q's dtype. Positions of a tile's tokens are consecutive, as those of a chunk are.
     """
     tokens, heads, width = q.shape

@@ -237,7 +237,8 @@ def programs(backend: str, kv_dtype: str, target: Target) -> Programs:
     graph, state = abstract_model(config, Build(jnp.dtype("bfloat16"), "gpu", chosen))
     pages = POOL_PAGES.get(target.name, 4096)
     kv = jax.eval_shape(lambda: create_kv(config, pages, PAGE_SIZE, jnp.dtype(kv_dtype)))
-    ladder = shape_ladder(MOST_ROWS, MOST_TOKENS, pallas_kernels.query_tiles(chosen, geometry))
+    tiles = pallas_kernels.query_tiles(chosen, geometry)
+    ladder = shape_ladder(MOST_ROWS, MOST_TOKENS, tiles, "gpu")
     return Programs(
         config, graph, state, kv, ladder, table_width=MAX_MODEL_LEN // PAGE_SIZE, platform="gpu",
         most_changes=MAX_MODEL_LEN, sampled_vocab=config.vocab_size,

@@ -294,3 +294,16 @@ def test_a_default_repetition_penalty_is_used() -> None:
     runner.sample = noted  # type: ignore[method-assign]
     (output,) = llm.generate([5, 5, 9], {"seed": 1})
     assert seen == [[5, 9, *output.outputs[0].token_ids[:i]] for i in range(3)]
+
+
+def test_what_depends_on_the_platform_is_filled_in_and_nothing_else() -> None:
+    cpu, gpu = EngineConfig().on("cpu"), EngineConfig().on("gpu")
+    assert (cpu.dtype, cpu.kv_cache_dtype, cpu.max_num_seqs, cpu.max_num_batched_tokens) == (
+        "float32", "float32", 32, 512
+    )  # fmt: skip
+    assert (gpu.dtype, gpu.kv_cache_dtype, gpu.max_num_seqs, gpu.max_num_batched_tokens) == (
+        "bfloat16", "bfloat16", 256, 2048
+    )  # fmt: skip
+    stated = EngineConfig(dtype="float16", kv_cache_dtype="int8", max_num_seqs=3, max_num_batched_tokens=7)
+    assert stated.on("cpu") == stated.on("gpu") == stated
+    assert EngineConfig(dtype="float16").on("gpu").kv_cache_dtype == "float16"

@@ -20,10 +20,11 @@ class EngineConfig:
     """Of weights and arithmetic; auto is bfloat16 on GPU and float32 on CPU."""
     max_model_len: int | None = None
     """Longest prompt + output of a request, in tokens; None is the model's own limit."""
-    max_num_seqs: int = 32
-    """Most sequences that run together in one step."""
-    max_num_batched_tokens: int = 512
-    """Token budget of one step, shared by decodes (served first) and prefill chunks."""
+    max_num_seqs: int | None = None
+    """Most sequences that run together in one step; None is 32 on CPU and 256 on GPU."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step, shared by decodes (served first) and prefill chunks; None is 512 on CPU and
+    2048 on GPU."""
     page_size: int = 16
     """Tokens per KV page (Z)."""
     num_pages: int | None = None
@@ -76,7 +77,7 @@ class EngineConfig:
                 allowed = ", ".join(map(str, get_args(hint)))
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not one of {allowed}")
         for name, low, optional in (
-            ("max_model_len", 2, True), ("max_num_seqs", 1, False), ("max_num_batched_tokens", 1, False),
+            ("max_model_len", 2, True), ("max_num_seqs", 1, True), ("max_num_batched_tokens", 1, True),
             ("page_size", 1, False), ("num_pages", 2, True), ("seed", -(2**63), True),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -106,6 +107,18 @@ class EngineConfig:
             )
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+
+    def on(self, platform: str) -> EngineConfig:
+        """The same with every value that depends on the `platform` ("cpu", "gpu") stated."""
+        gpu = platform != "cpu"
+        dtype = ("bfloat16" if gpu else "float32") if self.dtype == "auto" else self.dtype
+        return dataclasses.replace(
+            self,
+            dtype=dtype,
+            kv_cache_dtype=dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+            max_num_seqs=self.max_num_seqs or (256 if gpu else 32),
+            max_num_batched_tokens=self.max_num_batched_tokens or (2048 if gpu else 512),
+        )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:

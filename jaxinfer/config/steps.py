@@ -51,24 +51,44 @@ class SampleShape:
         return f"B{self.rows}/N{self.changes}"
 
 
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """How finely a ladder divides: the fewest chunk tokens of a bucket, and how many decode rows the buckets
+    have in which all of them would be much of the step (0: there are none)."""
+
+    least_chunk: int
+    few_rows: int
+
+    @classmethod
+    def of(cls, platform: str) -> Granularity:
+        """On CPU every token costs. On a GPU a step of some 200 tokens takes no longer than the weights take
+        to be read, and each program takes seconds to compile."""
+        return cls(16, 8) if platform == "cpu" else cls(128, 0)
+
+
 def shape_ladder(
-    max_num_seqs: int, max_num_batched_tokens: int, tiles: tuple[int, ...] = QUERY_TILES
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    tiles: tuple[int, ...] = QUERY_TILES,
+    platform: str = "cpu",
 ) -> tuple[StepShape, ...]:
     """The buckets, cheapest first; every plan within the two limits fits one of them.
 
-    Decode alone: 1, 2, 4, ... rows. With chunks: 16, 32, 64, ... chunk tokens beside no decode rows, a few
-    (where all of them would be much of the step), or all. (32 seqs, 512 tokens: 6 + 15 = 21 programs.)
+    Decode alone: 1, 2, 4, ... rows. With chunks: `Granularity.least_chunk` chunk tokens, twice as many, ...
+    beside no decode rows, a few (where all of them would be much of the step), or all. (On CPU 32 seqs, 512
+    tokens: 6 + 15 = 21 programs. On GPU 256, 2048: 9 + 10.)
     """
+    grain = Granularity.of(platform)
     most_rows = min(max_num_seqs, max_num_batched_tokens)
     shapes = {StepShape(rows, rows, 0, tiles=tiles) for rows in _powers(1, most_rows)}
-    for chunk_tokens in _powers(16, max_num_batched_tokens):
+    for chunk_tokens in _powers(grain.least_chunk, max_num_batched_tokens):
         top = chunk_tokens == max_num_batched_tokens
         chunk_rows = most_rows if top else min(most_rows, max(2, chunk_tokens // 8))
         choices = {0}
-        if top or chunk_tokens >= most_rows:
+        if top or chunk_tokens >= most_rows or not grain.few_rows:
             choices.add(most_rows)
-        if chunk_tokens < 8 * most_rows:
-            choices.add(min(8, most_rows))
+        if grain.few_rows and chunk_tokens < 8 * most_rows:
+            choices.add(min(grain.few_rows, most_rows))
         for decode_rows in choices:
             shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows, tiles=tiles))
     return tuple(sorted(shapes))

@@ -61,8 +61,11 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     """
     use_compile_cache(config.compile_cache_dir)
     platform = jax.default_backend()
-    dtype = jnp.dtype(_auto(config.dtype, "float32" if platform == "cpu" else "bfloat16"))
-    kv_dtype = jnp.dtype(_KV_DTYPES.get(config.kv_cache_dtype) or _auto(config.kv_cache_dtype, dtype.name))
+    config = config.on(platform)
+    assert config.max_num_seqs is not None
+    assert config.max_num_batched_tokens is not None
+    dtype = jnp.dtype(config.dtype)
+    kv_dtype = jnp.dtype(_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype))
     wanted = progress is not False
 
     name, model_config, source, tokenizer, template = _open(model)
@@ -102,7 +105,7 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     sizes = config.max_num_seqs, config.max_num_batched_tokens, tiles
     runner = JaxRunner(
         model_config, graph, state,
-        invariant_ladder(*sizes) if config.batch_invariant else shape_ladder(*sizes),
+        invariant_ladder(*sizes) if config.batch_invariant else shape_ladder(*sizes, platform),
         num_pages=num_pages, page_size=config.page_size, max_model_len=max_model_len,
         kv_dtype=kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
         strict=config.strict_compiles,
@@ -212,10 +215,6 @@ def _generation_file(source: Any) -> str:
     return str(source.path / "generation_config.json" if source.path.is_dir() else source.path)
 
 
-def _auto(value: str, default: str) -> str:
-    return default if value == "auto" else value
-
-
 def _open(model: str) -> tuple[str, ModelConfig, Any, Tokenizer | None, ChatTemplate | None]:
     if model.startswith(RANDOM):
         model_config = ModelConfig.from_hf(_random_config(model.removeprefix(RANDOM)))
@@ -307,7 +306,7 @@ def _num_pages(
     free = int(available * config.memory_utilization)
     if platform == "cpu":
         free = min(free, max(CPU_POOL_BYTES, (per_sequence + 1) * page_bytes))
-    pages = min(free // page_bytes, config.max_num_seqs * per_sequence + 1)
+    pages = min(free // page_bytes, limits.max_num_seqs * per_sequence + 1)
     if pages < 2:
         raise ConfigError(
             f"the device has {free / 1e6:.0f} MB for KV pages and one page takes {page_bytes / 1e6:.1f} MB"

@@ -234,10 +234,10 @@ def plans(draw: st.DrawFn) -> tuple[int, int, list[int]]:
     return rows, budget, counts or [1]
 
 
-@given(plans())
-def test_every_plan_within_the_limits_fits_a_bucket(drawn: tuple[int, int, list[int]]) -> None:
+@given(plans(), st.sampled_from(["cpu", "gpu"]))
+def test_every_plan_within_the_limits_fits_a_bucket(drawn: tuple[int, int, list[int]], platform: str) -> None:
     rows, budget, counts = drawn
-    ladder = shape_ladder(rows, budget)
+    ladder = shape_ladder(rows, budget, platform=platform)
     assert len(set(ladder)) == len(ladder)
     assert list(ladder) == sorted(ladder)
     slices = tuple(piece(0, (1,) * n, (1,)) for n in counts)
@@ -249,9 +249,10 @@ def test_every_plan_within_the_limits_fits_a_bucket(drawn: tuple[int, int, list[
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 16, 317])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 32])
-def test_the_fullest_plans_fit(rows: int, budget: int) -> None:
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_fullest_plans_fit(rows: int, budget: int, platform: str) -> None:
     """All rows decoding; one chunk of the whole budget; as many chunks as possible; one chunk beside ones."""
-    ladder = shape_ladder(rows, budget)
+    ladder = shape_ladder(rows, budget, platform=platform)
     ones = min(rows, budget)
     full = [[1] * ones, [budget], [2] * min(rows, budget // 2), [1] * (rows - 1) + [budget - rows + 1]]
     for counts in full:
@@ -260,11 +261,17 @@ def test_the_fullest_plans_fit(rows: int, budget: int) -> None:
             inputs.choose_shape(StepPlan(0, slices), ladder)
 
 
-def test_the_number_of_programs() -> None:
-    defaults = EngineConfig()
-    ladder = shape_ladder(defaults.max_num_seqs, defaults.max_num_batched_tokens)
-    assert len(ladder) + len(sample_ladder(ladder, 49152, 13_000)) + 2 <= 40  # and one to score, one to copy
-    assert most_emitting(ladder) == defaults.max_num_seqs
+@pytest.mark.parametrize(("platform", "seqs", "tokens"), [("cpu", 32, 512), ("gpu", 256, 2048)])
+def test_the_number_of_programs(platform: str, seqs: int, tokens: int) -> None:
+    """At the defaults of a platform, with one program to score and one to copy."""
+    defaults = EngineConfig().on(platform)
+    assert (defaults.max_num_seqs, defaults.max_num_batched_tokens) == (seqs, tokens)
+    ladder = shape_ladder(seqs, tokens, platform=platform)
+    assert len(ladder) + len(sample_ladder(ladder, 49152, 13_000)) + 2 <= 40
+    assert most_emitting(ladder) == seqs
+
+
+def test_the_ladder_of_other_limits() -> None:
     assert len(shape_ladder(32, 512)) <= 24
     assert len(shape_ladder(256, 8192)) <= 60
 

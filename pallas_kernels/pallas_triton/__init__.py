@@ -17,8 +17,10 @@ from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.device import DTYPES, Backend, Device, Geometry
 from pallas_kernels.pages import FLOAT8, Pages
 from pallas_kernels.pallas_triton import decode, prefill
-from pallas_kernels.pallas_triton.blocking import decode_blocking, prefill_blocking
+from pallas_kernels.pallas_triton.blocking import candidates, decode_blocking, prefill_blocking, tuned
 from pallas_kernels.rule import Rule
+
+__all__ = ["candidates", "paged_attention", "query_tiles", "unsupported"]
 
 WIDEST = 256  # lanes of a head: beyond, a block's sums leave the registers
 
@@ -78,7 +80,8 @@ def paged_attention(
     if decode_rows:
         decoded = decode.attend(
             q[:decode_rows], k_pages, v_pages, batch.page_table, batch.kv_len, rule=rule,
-            blocking=decode_blocking(device, geometry), num_cores=device.num_cores,
+            blocking=tuned("decode", decode_blocking(device, geometry), device, geometry, decode_rows),
+            num_cores=device.num_cores,
             interpret=backend.interpret,
         )  # fmt: skip
         if decode_rows == tokens:
@@ -88,7 +91,8 @@ def paged_attention(
     if decoded is not None:
         out = out.at[:decode_rows].set(decoded)
     return prefill.attend(
-        out, q, k_pages, v_pages, batch, rule=rule, blocking=prefill_blocking(device, geometry),
+        out, q, k_pages, v_pages, batch, rule=rule,
+        blocking=tuned("prefill", prefill_blocking(device, geometry), device, geometry),
         interpret=backend.interpret,
     )  # fmt: skip
 

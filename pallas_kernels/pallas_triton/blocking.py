@@ -1,14 +1,17 @@
 """Block sizes by GPU and head width: what compiles without spilling registers and fits the shared memory.
 
-Chosen from what ptxas reports for sm_80, sm_89, sm_90a, sm_100a and sm_120a, not from timings. Triton spaces
-the loads of page ids and of the pages that they lead to evenly over the stages, so 2 n + 1 stages keep n
-blocks of K and V under way.
+Chosen from what ptxas reports for sm_80, sm_89, sm_90a, sm_100a and sm_120a, not from timings; the tuning
+table has what was measured to be better. Triton spaces the loads of page ids and of the pages that they lead
+to evenly over the stages, so 2 n + 1 stages keep n blocks of K and V under way.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from pallas_kernels.device import Device, Geometry
 from pallas_kernels.pallas_triton.common import Blocking, lanes_of, power_of_two
+from pallas_kernels.tuning import Parameters, geometry_key, lookup
 
 ONE_AHEAD, TWO_AHEAD = 3, 5
 DECODE_ROWS = 64  # most query heads of a program: a larger group is shared out
@@ -38,6 +41,26 @@ def prefill_blocking(device: Device, geometry: Geometry) -> Blocking:
     if geometry.kv_dtype != geometry.dtype:
         return Blocking(128, 32, warps=8, stages=ONE_AHEAD)
     return Blocking(128, 64 if lanes_of(geometry.width) <= 64 else 32, warps=8, stages=TWO_AHEAD)
+
+
+def tuned(operation: str, own: Blocking, device: Device, geometry: Geometry, rows: int = 0) -> Blocking:
+    """`own` with what the tuning table says for this device and geometry, and of decode these rows. Its own
+    rows stay: the host cuts query tiles by them."""
+    found = lookup(device.kind, f"pallas_triton.{operation}", geometry_key(geometry, rows))
+    return dataclasses.replace(own, **found)
+
+
+def candidates(device: Device, geometry: Geometry, operation: str) -> tuple[Parameters, ...]:
+    """What `python -m pallas_kernels.bench --tune` tries: larger and smaller blocks of keys, more warps,
+    other distances ahead. Some spill or do not fit: the bench finds out."""
+    own = decode_blocking(device, geometry) if operation == "decode" else prefill_blocking(device, geometry)
+    return tuple(
+        {"keys": keys, "warps": warps, "stages": stages}
+        for keys in sorted({max(16, own.keys // 2), own.keys, own.keys * 2})
+        for warps in (4, 8)
+        for stages in (3, 5, 7)
+        if (keys, warps, stages) != (own.keys, own.warps, own.stages)
+    )
 
 
 def _matrix_unit(device: Device) -> bool:

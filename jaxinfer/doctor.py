@@ -97,15 +97,26 @@ def _has_free_pages() -> bool:
 
 def _attention_backends() -> dict[str, str]:
     """Each backend with the reason why it cannot run here; "" where it can. Asked for the shapes of Llama 3
-    8B in the device's usual type: other models may be told no where this is told yes."""
+    8B in the device's usual type: other models may be told no where this is told yes. On a GPU each one that
+    serves it is tried on the device, as the engine does before it takes one."""
     import jax
 
     import pallas_kernels
 
+    from pallas_kernels import self_test
+
     device = pallas_kernels.Device.of(jax.local_devices()[0])
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     geometry = pallas_kernels.Geometry(32, 8, 128, 16, dtype, dtype)
-    return pallas_kernels.backends(device, geometry)
+    reasons = pallas_kernels.backends(device, geometry)
+    if device.platform == "cpu":
+        return reasons
+    tested = {
+        name: self_test.failure(pallas_kernels.Backend(name, device), geometry)
+        for name, reason in reasons.items()
+        if not reason
+    }
+    return reasons | {name: f"fails its test here: it {why}" for name, why in tested.items() if why}
 
 
 def _structured_outputs() -> dict[str, str | bool]:
@@ -118,10 +129,12 @@ def _structured_outputs() -> dict[str, str | bool]:
 
 
 def _engine_defaults() -> dict[str, Any]:
-    """How a model runs when nothing is stated."""
+    """How a model runs on this device when nothing is stated."""
+    import jax
+
     from jaxinfer.config import EngineConfig
 
-    return dataclasses.asdict(EngineConfig())
+    return dataclasses.asdict(EngineConfig().on(jax.default_backend()))
 
 
 def _cache() -> dict[str, Any]:

@@ -4,7 +4,14 @@ reference that is its specification.
 A leaf package: it imports jax and numpy only, and knows no model, request or file.
 """
 
-from pallas_kernels.attention import BACKENDS, backends, paged_attention, query_tiles, resolve_backend
+from pallas_kernels.attention import (
+    BACKENDS,
+    backends,
+    most_pages,
+    paged_attention,
+    query_tiles,
+    resolve_backend,
+)
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.device import CPU, KV_DTYPES, Backend, Device, Geometry
 from pallas_kernels.matmul import quant_matmul, resolve_matmul
@@ -40,6 +47,7 @@ __all__ = [
     "create_pages",
     "dequantize",
     "int4_group",
+    "most_pages",
     "paged_attention",
     "quant_matmul",
     "quantize",

@@ -1,4 +1,13 @@
-"""The public operation, and which implementation serves it on which device."""
+"""The public operation, and which implementation serves it on which device.
+
+A backend is a module `pallas_kernels.NAME` with
+
+    unsupported(device, geometry, interpret) -> str     why it does not serve them, in one line, or ""
+    query_tiles(device, geometry) -> tuple[int, ...]    the tiles that it wants chunks cut into
+    paged_attention(q, k, v, batch, *, decode_rows, rule, backend) -> jax.Array
+    most_pages(geometry) -> int | None                  where it cannot index any pool
+    candidates(device, geometry, operation)             where it can be tuned (see `tuning`)
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ from types import ModuleType
 import jax
 
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.device import CPU, Backend, Device, Geometry
+from pallas_kernels.device import Backend, Device, Geometry
 from pallas_kernels.pages import Pages
 from pallas_kernels.rule import Rule
 
@@ -32,7 +41,8 @@ def unsupported(backend: Backend, geometry: Geometry) -> str:
 
 def backends(device: Device, *geometries: Geometry, interpret: bool = False) -> dict[str, str]:
     """Every attention backend with the reason why it does not serve `device` or all of `geometries` (those of
-    a model's layers); "" when it does."""
+    a model's layers, at least one); "" when it does."""
+    assert geometries, "no geometry to serve"
     return {name: _first_reason(Backend(name, device, interpret), geometries) for name in BACKENDS}
 
 
@@ -77,6 +87,13 @@ def query_tiles(backend: Backend, *geometries: Geometry) -> tuple[int, ...]:
     return min(module.query_tiles(backend.device, geometry) for geometry in geometries)
 
 
+def most_pages(backend: Backend, *geometries: Geometry) -> int | None:
+    """The most pages of a pool that a backend can index in every layer; None: as many as fit."""
+    limit = getattr(_module(backend.name), "most_pages", lambda _: None)
+    limits = [most for geometry in geometries if (most := limit(geometry)) is not None]
+    return min(limits, default=None)
+
+
 def paged_attention(
     q: jax.Array,
     k_pages: Pages,
@@ -98,9 +115,3 @@ def paged_attention(
     return module.paged_attention(
         q, k_pages, v_pages, batch, decode_rows=decode_rows, rule=rule, backend=backend
     )
-
-
-__all__ = [
-    "BACKENDS", "CPU", "Backend", "Device", "Geometry", "backends", "paged_attention", "query_tiles",
-    "resolve_backend", "unsupported",
-]  # fmt: skip

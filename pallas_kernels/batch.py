@@ -11,9 +11,6 @@ import numpy as np
 TILE_SIZES = (256, 32)
 """Query tiles of the xla backend, largest first: a chunk is cut into whole large tiles, then small ones."""
 
-UNIFORM_TILE_SIZES = TILE_SIZES[-1:]
-"""The same where every query must see its keys in the same blocks whatever its chunk is: small ones only."""
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -34,8 +31,10 @@ class RaggedBatch:
     num_tiles   [len(tiles)]  how many entries of each `tiles` are real
     tile_sizes  most tokens of the entries of each `tiles`, largest first; static: a kernel is built for it
 
-    Token t attends to the keys at positions 0 .. positions[t] of its row. The first `decode_rows` tokens
-    (a static number, passed beside this) are rows of one query each: token i is row i. Worked example with
+    Token t attends to the keys at positions 0 .. positions[t] of its row, as far as its Rule lets it; page 0
+    in the table holds no keys. Tokens of a tile have consecutive positions, a one-query row's is kv_len - 1,
+    and `tiles` past `num_tiles` are zeros: kernels rely on each of these. The first `decode_rows` tokens (a
+    static number, passed beside this) are rows of one query each: token i is row i. Worked example with
     decode_rows 2, one decoding row at position 6 and one chunk of 3 tokens from position 4, Z 4:
 
         token_row  [ 0, -1,  2,  2,  2]     token 1 pads the decode rows; tokens 2..4 are the chunk

@@ -37,7 +37,7 @@ CPU = Device("cpu")
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """The shapes and types that a backend must serve, in the letters of docs/shapes.md: `heads` N,
-    `kv_heads` K (of the layer with the most), head `width` H, `page_size` Z; `dtype` of queries, `kv_dtype`
+    `kv_heads` K of a layer, head `width` H, `page_size` Z; `dtype` of queries, `kv_dtype`
     of pages (one of KV_DTYPES)."""
 
     heads: int

@@ -11,13 +11,14 @@ pallas_triton   int4 on NVIDIA GPUs: nibbles come apart in registers
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import pallas_triton_matmul
 from pallas_kernels.device import Backend, Device
 from pallas_kernels.quantized import Format, QuantizedWeight, dequantize, unpack_int4
 
@@ -39,28 +40,44 @@ def matmul_unsupported(format: Format, device: Device) -> str:
     return ""
 
 
-def resolve_matmul(format: Format, device: Device, *, interpret: bool = False) -> Backend:
-    """The backend that multiplies weights of `format` on `device`. Raises NotImplementedError with the reason
-    where none does."""
+def _triton_module() -> ModuleType:
+    """Imported when it is asked for the first time: elsewhere it is of no use, and may not even import."""
+    return importlib.import_module("pallas_kernels.pallas_triton_matmul")
+
+
+def kernel_unsupported(backend: Backend, format: Format) -> str:
+    """Why a backend is not for weights of `format`, that are multiplied on its device by some backend; ""
+    when it is."""
+    if backend.name != "pallas_triton":
+        return ""
+    try:
+        module = _triton_module()
+    except ImportError as error:
+        return f"cannot be imported with jax {jax.__version__} ({error})"
+    return module.unsupported(format, backend.device, backend.interpret)
+
+
+def resolve_matmul(format: Format, device: Device, *, without: tuple[str, ...] = ()) -> Backend:
+    """The best backend for weights of `format` on `device` that is not among `without`. Raises
+    NotImplementedError with the reason where none is."""
     if reason := matmul_unsupported(format, device):
         raise NotImplementedError(reason)
     for name in ("pallas_triton", "xla"):
-        if not _REASONS[name](format, device, interpret):
-            return Backend(name, device, interpret)
-    raise AssertionError("xla serves everything")
+        backend = Backend(name, device)
+        if name not in without and not kernel_unsupported(backend, format):
+            return backend
+    raise NotImplementedError(f"every backend for weights of {format} is passed over: {', '.join(without)}")
 
 
-def quant_matmul(
-    x: jax.Array, weight: QuantizedWeight, *, backend: Backend, dtype: jnp.dtype | None = None
-) -> jax.Array:
-    """x [T, in] float times the weight [out, in] transposed -> [T, out] in `dtype` (None: that of x).
+def quant_matmul(x: jax.Array, weight: QuantizedWeight, *, backend: Backend) -> jax.Array:
+    """x [T, in] float times the weight [out, in] transposed -> [T, out] in x's dtype.
 
     Accumulated in float32. `quantized.dequantize` says what the weight is. `pallas_triton` takes rows as the
     checkpoint has them, `xla` those and blocks.
     """
     assert x.ndim == 2, f"x has shape {x.shape}, expected [T, in]"
     assert x.shape[1] == weight.inputs, f"x of {x.shape[1]} inputs for a weight of {weight.inputs}"
-    return _BACKENDS[backend.name](x, weight, jnp.dtype(x.dtype if dtype is None else dtype), backend)
+    return _BACKENDS[backend.name](x, weight, backend).astype(x.dtype)
 
 
 def reference(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
@@ -148,20 +165,13 @@ def _plain(weight: QuantizedWeight) -> jax.Array:
     return whole.reshape(blocks, weight.inputs, block)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "backend"))
-def _triton(x: jax.Array, weight: QuantizedWeight, dtype: jnp.dtype, backend: Backend) -> jax.Array:
-    return pallas_triton_matmul.int4_matmul(
-        x, weight, dtype, device=backend.device, interpret=backend.interpret
-    )
+@functools.partial(jax.jit, static_argnames=("backend",))
+def _triton(x: jax.Array, weight: QuantizedWeight, backend: Backend) -> jax.Array:
+    return _triton_module().int4_matmul(x, weight, device=backend.device, interpret=backend.interpret)
 
 
-_REASONS = {
-    "pallas_triton": pallas_triton_matmul.unsupported,
-    "xla": lambda format, device, interpret: "",
-    "reference": lambda format, device, interpret: "",
-}
 _BACKENDS = {
     "pallas_triton": _triton,
-    "xla": lambda x, weight, dtype, backend: _xla(x, weight, backend).astype(dtype),
-    "reference": lambda x, weight, dtype, backend: reference(x, weight).astype(dtype),
+    "xla": _xla,
+    "reference": lambda x, weight, backend: reference(x, weight),
 }

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 FLOAT8 = "float8_e4m3fn"
-FLOAT8_LARGEST = 448.0  # of e4m3fn: what is larger would become NaN
 
 
 class QuantizedPages(NamedTuple):
@@ -64,7 +63,8 @@ def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
 def write_kv(pages: Pages, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> Pages:
     """Scatter one K or V vector per token into its page; in place when `pages` is donated.
 
-    pages [M, K, Z, H]; new [T, K, H], cast to the dtype of pages (float8 saturates) or quantised; page_ids,
+    pages [M, K, Z, H]; new [T, K, H], cast to the dtype of pages (what is beyond its range becomes
+    its largest number, where a cast makes infinity or NaN) or quantised; page_ids,
     offsets int32 [T], which the host has checked: 0 <= page_ids < M and 0 <= offsets < Z. Padding tokens go
     to page 0, which nobody owns, so two tokens may meet there and nowhere else. Page and offset stay separate
     indexes: a flat one leaves int32 on large pools.
@@ -79,8 +79,9 @@ def write_kv(pages: Pages, new: jax.Array, page_ids: jax.Array, offsets: jax.Arr
             pages.values.at[where].set(values, mode="promise_in_bounds"),
             pages.scales.at[where].set(scales, mode="promise_in_bounds"),
         )
-    if pages.dtype == jnp.dtype(FLOAT8):
-        new = jnp.clip(new.astype(jnp.float32), -FLOAT8_LARGEST, FLOAT8_LARGEST)
+    largest = float(jnp.finfo(pages.dtype).max)
+    if largest < float(jnp.finfo(new.dtype).max):
+        new = jnp.clip(new.astype(jnp.float32), -largest, largest)
     return pages.at[where].set(new.astype(pages.dtype), mode="promise_in_bounds")
 
 

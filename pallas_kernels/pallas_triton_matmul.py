@@ -38,9 +38,9 @@ def unsupported(format: Format, device: Device, interpret: bool) -> str:
 
 
 def int4_matmul(
-    x: jax.Array, weight: QuantizedWeight, dtype: jnp.dtype, *, device: Device, interpret: bool = False
+    x: jax.Array, weight: QuantizedWeight, *, device: Device, interpret: bool = False
 ) -> jax.Array:
-    """x [T, in] times the weight transposed -> [T, out] in `dtype`; rows as the checkpoint has them.
+    """x [T, in] times the weight transposed -> [T, out] in x's dtype; rows as the checkpoint has them.
 
     A program multiplies 64 outputs with 16 or 64 rows, one group after the other; with few rows the groups
     are dealt out to several programs, whose partial sums are added at the end, so that every multiprocessor
@@ -57,13 +57,13 @@ def int4_matmul(
     kernel = functools.partial(_kernel, group=weight.group, groups=groups, splits=splits, tile=tile)
     partial = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((splits, rows, outputs), dtype if splits == 1 else jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((splits, rows, outputs), x.dtype if splits == 1 else jnp.float32),
         grid=(tiles[1], tiles[0], splits),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
         name="int4_matmul",
     )(x, weight.values, weight.scales)
-    return jnp.sum(partial, axis=0).astype(dtype) if splits > 1 else partial[0]
+    return jnp.sum(partial, axis=0).astype(x.dtype) if splits > 1 else partial[0]
 
 
 def _kernel(

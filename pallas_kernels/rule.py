@@ -15,7 +15,8 @@ class Rule:
 
         window 4, sinks 2, query at 9:  keys 0 1 . . . . 6 7 8 9
 
-    Raises ValueError for options that say nothing: sinks without a window, a window below 1, a cap of 0.
+    NaN or infinity in a key that a query sees reaches that query; in a later key of its row, perhaps too: a
+    chunk shares what it reads. Other rows never see it.
     """
 
     scale: float
@@ -24,9 +25,8 @@ class Rule:
     soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"a window holds at least one key, got {self.window}")
-        if self.sinks < 0 or (self.sinks and self.window is None):
-            raise ValueError(f"sinks are kept beside a window, got sinks {self.sinks}, window {self.window}")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"a soft cap is above 0, got {self.soft_cap}")
+        assert self.window is None or self.window >= 1, f"a window of {self.window} keys"
+        assert self.sinks == 0 or (self.sinks > 0 and self.window is not None), (
+            f"{self.sinks} sinks beside a window of {self.window}"
+        )
+        assert self.soft_cap is None or self.soft_cap > 0, f"a soft cap of {self.soft_cap}"

@@ -3,8 +3,8 @@ measured.
 
 `tuning.json` beside this file holds {device kind: {operation: {key: entry}}}, where an entry is
 
-    {"parameters": {"splits": 8}, "seconds": 0.00051, "beside": 0.00058, "date": "2026-12-01", "jax":
-    "0.11.2"}
+    {"parameters": {"keys": 128, "warps": 4, "stages": 3}, "seconds": 0.00051, "beside": 0.00058,
+     "date": "2026-12-01", "jax": "0.11.2"}
 
 `seconds` a call with these parameters, `beside` with the kernel's own choice, both of one run. A kernel asks
 while it is traced and keeps its own choice where it gets {}:

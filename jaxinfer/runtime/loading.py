@@ -15,21 +15,20 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoints
-import pallas_kernels
 from jaxinfer.config import EngineConfig, ModelConfig, invariant_ladder, shape_ladder
 from jaxinfer.core import ConfigError, Limits, SamplingParams
 from jaxinfer.model import kv, weights
 from jaxinfer.model.llama import Build
-from jaxinfer.model.quantized import Quantization
 from jaxinfer.presets import PRESETS
 from jaxinfer.progress import phase
+from jaxinfer.runtime import backends
+from jaxinfer.runtime.backends import Attention
 from jaxinfer.runtime.generation_config import check_ids, default_sampling
 from jaxinfer.runtime.runner import JaxRunner
 from jaxinfer.runtime.trace import release_freed_memory
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.errors import ChatTemplateError, TokenizerError
 from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from pallas_kernels import self_test
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +63,12 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     config = config.on(platform)
     assert config.max_num_seqs is not None
     assert config.max_num_batched_tokens is not None
-    dtype = jnp.dtype(config.dtype)
-    kv_dtype = jnp.dtype(_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype))
     wanted = progress is not False
 
     name, model_config, source, tokenizer, template = _open(model)
-    backend, tiles = _attention(config, model_config, dtype, kv_dtype)
-    build = Build(dtype, platform, backend, _quantization(config, model_config, backend.device))
+    attention = backends.choose_attention(config, model_config)
+    quantization = backends.choose_quantization(config, model_config)
+    build = Build(jnp.dtype(config.dtype), platform, attention.backend, quantization)
     if source is None:
         _check_room(model, model_config, build)
     eos = _eos_ids(model_config, source, tokenizer)
@@ -100,72 +98,19 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
         vocab_size=model_config.vocab_size, eos_token_ids=eos, window=model_config.window,
         sampled_vocab=sampled_vocab,
     )  # fmt: skip
-    num_pages = _num_pages(config, model_config, limits, kv_dtype, platform)
+    num_pages = _num_pages(config, model_config, limits, attention, platform)
     limits = replace(limits, num_pages=num_pages)
-    sizes = config.max_num_seqs, config.max_num_batched_tokens, tiles
+    sizes = config.max_num_seqs, config.max_num_batched_tokens, attention.tiles
     runner = JaxRunner(
         model_config, graph, state,
         invariant_ladder(*sizes) if config.batch_invariant else shape_ladder(*sizes, platform),
         num_pages=num_pages, page_size=config.page_size, max_model_len=max_model_len,
-        kv_dtype=kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
+        kv_dtype=attention.kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
         strict=config.strict_compiles,
     )  # fmt: skip
     if config.warmup == "full":
         runner.warm_up()
     return Loaded(runner, limits, tokenizer, template, name, model_config, config, sampling)
-
-
-_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}  # as EngineConfig names them, and as JAX does
-
-
-def _attention(
-    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, kv_dtype: jnp.dtype
-) -> tuple[pallas_kernels.Backend, tuple[int, ...]]:
-    """The backend that serves every layer here, and the query tiles that it wants. Raises ConfigError with
-    the reason when the one that was named does not."""
-    geometries = [
-        pallas_kernels.Geometry(
-            model.num_heads, kv_heads, model.head_dim, config.page_size, dtype.name, kv_dtype.name
-        )
-        for kv_heads in sorted({layer.num_kv_heads for layer in model.layers})
-    ]
-    device = pallas_kernels.Device.of(jax.local_devices()[0])
-    windows = {layer.window for layer in model.layers}
-    failed: list[str] = []
-    while True:
-        try:
-            backend = pallas_kernels.resolve_backend(
-                config.attention_backend, device, *geometries,
-                interpret=config.interpret_kernels, without=tuple(failed),
-            )  # fmt: skip
-        except NotImplementedError as reason:
-            raise ConfigError(str(reason)) from None
-        reason = self_test.failures(backend, geometries, windows) if device.platform == "gpu" else ""
-        if not reason:
-            logger.info("attention: %s on %s", backend.name, device.kind or device.platform)
-            return backend, pallas_kernels.query_tiles(backend, *geometries)
-        said = f"attention backend {backend.name!r} fails its test on {device.kind}: it {reason}"
-        if config.attention_backend != "auto":
-            raise ConfigError(said)
-        logger.warning("%s; the next one is taken", said)
-        failed.append(backend.name)
-
-
-def _quantization(
-    config: EngineConfig, model: ModelConfig, device: pallas_kernels.Device
-) -> Quantization | None:
-    """What the weights are rounded to, and what multiplies them here. Raises ConfigError with the reason when
-    this device or this model's shapes do not allow what is asked for."""
-    if config.quantization is None:
-        return None
-    try:
-        backend = pallas_kernels.resolve_matmul(config.quantization, device)
-    except NotImplementedError as reason:
-        raise ConfigError(f"quantization {config.quantization!r} cannot run here: {reason}") from None
-    quantization = Quantization(config.quantization, backend)
-    quantization.check(model)
-    logger.info("weights: %s by %s", config.quantization, backend.name)
-    return quantization
 
 
 def _eos_ids(config: ModelConfig, source: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -288,11 +233,11 @@ def _random_config(which: str) -> dict[str, Any]:
 
 
 def _num_pages(
-    config: EngineConfig, model: ModelConfig, limits: Limits, kv_dtype: jnp.dtype, platform: str
+    config: EngineConfig, model: ModelConfig, limits: Limits, attention: Attention, platform: str
 ) -> int:
     """M: as stated, else what the limits (whose own num_pages is not looked at) can use, within the memory
-    that may be taken."""
-    page_bytes = kv.page_bytes(model, config.page_size, kv_dtype)
+    that may be taken and what the attention backend can index."""
+    page_bytes = kv.page_bytes(model, config.page_size, attention.kv_dtype)
     available = _free_bytes(platform)
     if config.num_pages is not None:
         wanted = config.num_pages * page_bytes
@@ -301,12 +246,23 @@ def _num_pages(
                 f"num_pages {config.num_pages} of {page_bytes / 1e6:.2f} MB take {wanted / 1e9:.1f} GB; "
                 f"{available / 1e9:.1f} GB are free"
             )
+        if attention.most_pages is not None and config.num_pages > attention.most_pages:
+            raise ConfigError(
+                f"num_pages {config.num_pages} is more than attention backend {attention.backend.name!r} can "
+                f"index with pages of {attention.kv_dtype.name}: {attention.most_pages}"
+            )
         return config.num_pages
     per_sequence = limits.pages_per_sequence
     free = int(available * config.memory_utilization)
     if platform == "cpu":
         free = min(free, max(CPU_POOL_BYTES, (per_sequence + 1) * page_bytes))
     pages = min(free // page_bytes, limits.max_num_seqs * per_sequence + 1)
+    if attention.most_pages is not None and pages > attention.most_pages:
+        logger.warning(
+            "the pool is held at %d pages, the most that %s can index; %d would be of use",
+            attention.most_pages, attention.backend.name, pages,
+        )  # fmt: skip
+        pages = attention.most_pages
     if pages < 2:
         raise ConfigError(
             f"the device has {free / 1e6:.0f} MB for KV pages and one page takes {page_bytes / 1e6:.1f} MB"

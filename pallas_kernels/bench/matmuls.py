@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import matmul, pallas_triton_matmul
+from pallas_kernels import matmul
 from pallas_kernels.bench.rows import CACHE_BYTES, WORST_ERROR, Options, Row, timing_fields, worst_error
 from pallas_kernels.bench.timing import measure
 from pallas_kernels.device import Backend, Device
@@ -106,9 +106,7 @@ def _refusal(case: Matmul, name: str, device: Device, options: Options) -> str:
     format: Any = case.format
     if reason := matmul.matmul_unsupported(format, device):
         return reason
-    if name == "pallas_triton":
-        return pallas_triton_matmul.unsupported(format, device, options.interpret)
-    return ""
+    return matmul.kernel_unsupported(Backend(name, device, options.interpret), format)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "outputs", "inputs"))

@@ -11,20 +11,15 @@ from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.device import Backend, Device, Geometry
 from pallas_kernels.pages import Pages, QuantizedPages
 from pallas_kernels.pallas_mosaic import prefill as prefill_kernels
-from pallas_kernels.pallas_mosaic.common import unsupported_device
+from pallas_kernels.pallas_mosaic.common import unsupported_device, unsupported_shapes
 from pallas_kernels.pallas_mosaic.decode import decode
 from pallas_kernels.pallas_mosaic.decode_plan import candidates as decode_candidates
-from pallas_kernels.pallas_mosaic.decode_plan import unsupported_decode
 from pallas_kernels.rule import Rule
 
 
 def unsupported(device: Device, geometry: Geometry, interpret: bool) -> str:
     """Why the kernels do not serve this device or these shapes, in one line; "" when they do."""
-    return (
-        unsupported_device(device, interpret)
-        or unsupported_decode(device, geometry)
-        or prefill_kernels.unsupported_prefill(device, geometry)
-    )
+    return unsupported_device(device, interpret) or unsupported_shapes(device, geometry)
 
 
 def candidates(device: Device, geometry: Geometry, operation: str) -> tuple[dict[str, int], ...]:
@@ -51,6 +46,7 @@ def paged_attention(
     """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are lowered once:
     lowering a Mosaic kernel takes a second."""
     assert not isinstance(k_pages, QuantizedPages), "`unsupported` refuses quantised pages"
+    assert not isinstance(v_pages, QuantizedPages)
     tokens, heads, width = q.shape
     parts = []
     if decode_rows:

@@ -1,5 +1,6 @@
-"""What the Mosaic GPU kernels share: the target that a kernel is traced for, and operations that exist on the
-device but not in JAX's interpreter, in one JAX version but not in another, or on one architecture only."""
+"""What the Mosaic GPU kernels share: what they serve, the target that a kernel is traced for, and operations
+that exist on the device but not in JAX's interpreter, in one JAX version but not in another, or on one
+architecture only."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Backend, Device
+from pallas_kernels.device import Backend, Device, Geometry
 
 MASKED = -1e30
 """A score that nobody sees: finite, so that MASKED - MASKED is 0, not NaN; what it gives is selected away."""
@@ -20,6 +21,11 @@ LOG2_E = 1.4426950408889634
 
 FLOAT_DTYPES = ("bfloat16", "float16")
 """Operands of mma.sync with a float32 accumulator."""
+
+WIDTHS = (64, 80, 96, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+MOST_GROUP = 16
+"""Query heads per KV head: the rows of one mma.sync, and of a query tile of 8 tokens in two warpgroups."""
 
 DEFAULT_SHARED_BYTES = 101_376
 _SHARED_BYTES = {(8, 0): 166_912, (8, 7): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
@@ -67,6 +73,28 @@ def unsupported_device(device: Device, interpret: bool) -> str:
         major, minor = device.capability
         return f"needs bfloat16 mma.sync and cp.async, compute capability 8.0 or newer, got {major}.{minor}"
     return ""
+
+
+def unsupported_shapes(device: Device, geometry: Geometry) -> str:
+    """Why decode and prefill do not serve these shapes on a device that Mosaic kernels run on; "" when both
+    do. Their shared memory is enough for all of them on every such device."""
+    g = geometry
+    if g.heads % g.kv_heads or g.group > MOST_GROUP:
+        return f"needs 1 to {MOST_GROUP} query heads per KV head, got {g.heads} and {g.kv_heads}"
+    if g.dtype not in FLOAT_DTYPES or g.kv_dtype != g.dtype:
+        return f"needs queries and pages both {' or '.join(FLOAT_DTYPES)}, got {g.dtype} and {g.kv_dtype}"
+    if g.width not in WIDTHS:
+        return f"needs a head width of {_one_of(WIDTHS)}, got {g.width}"
+    if g.page_size not in PAGE_SIZES:
+        return f"needs pages of {_one_of(PAGE_SIZES)} tokens, got {g.page_size}"
+    if device.capability is not None and device.capability < (9, 0):
+        if async_copy_tile(g.page_size, g.width) < 32:  # Mosaic's narrowest tile
+            return f"needs pages of 32 tokens or more for cp.async of width {g.width}, got {g.page_size}"
+    return ""
+
+
+def _one_of(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
 
 
 def dot(target: Target, accumulator: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:

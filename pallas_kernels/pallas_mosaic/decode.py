@@ -60,11 +60,11 @@ def decode(
     rule: Rule,
     backend: Backend,
 ) -> jax.Array:
-    """Attention of the query at position kv_len[d] - 1 of each row d, as `Rule` defines it.
+    """Attention of the query at position kv_len[b] - 1 of each row b, as `Rule` defines it.
 
-    q [D, N, H]; k_pages, v_pages [M, K, Z, H] of q's type; page_table int32 [D, P], ids in 0 .. M - 1, 0 a
-    hole; kv_len int32 [D], 0 for padding rows. Returns [D, N, H] in q's dtype; softmax and sums in float32.
-    Rows that see no key give zeros. `decode_plan.unsupported_decode` says for which shapes there are kernels;
+    q [B, N, H]; k_pages, v_pages [M, K, Z, H] of q's type; page_table int32 [B, P], ids in 0 .. M - 1, 0 a
+    hole; kv_len int32 [B], 0 for padding rows. Returns [B, N, H] in q's dtype; softmax and sums in float32.
+    Rows that see no key give zeros. `common.unsupported_shapes` says for which shapes there are kernels;
     `reference.paged_attention` is the specification.
     """
     rows, heads, width = q.shape
@@ -114,8 +114,8 @@ def _decode(q, k_pages, v_pages, page_table, kv_len, *, sizes: Plan, rule: Rule,
 
 
 def _merge(numerators: jax.Array, maxima: jax.Array, sums: jax.Array) -> jax.Array:
-    """numerators float32 [D, K, splits, G, H], maxima (of scores in base 2) and sums [D, K, G, splits] ->
-    [D, K, G, H]; zeros where no share saw a key. One launch: the weights are divided by their total along the
+    """numerators float32 [B, K, splits, G, H], maxima (of scores in base 2) and sums [B, K, G, splits] ->
+    [B, K, G, H]; zeros where no share saw a key. One launch: the weights are divided by their total along the
     last axis, as in a softmax, before they meet the numerators; other orders took three."""
     weights = jnp.exp2(maxima - jnp.max(maxima, axis=3, keepdims=True))
     total = jnp.sum(weights * sums, axis=3, keepdims=True)
@@ -128,7 +128,7 @@ class _Share:
     """The blocks of keys that one thread block visits, numbered from 0: its share of the row's, which are the
     sinks' and those from the first page on that the window touches."""
 
-    table: Any  # [D, P] in device memory
+    table: Any  # [B, P] in device memory
     row: jax.Array
     length: jax.Array  # keys of the row
     begin: jax.Array  # block of the row that is number 0
@@ -238,7 +238,7 @@ class _Ring:
 
 
 def _kernel(q, k_pages, v_pages, page_table, kv_len, *refs, sizes: Plan, rule: Rule, target: Target):
-    """q [D, K, G, H]; outputs of `_merge`, or [D, K, 1, G, H] in q's dtype when there is one share."""
+    """q [B, K, G, H]; outputs of `_merge`, or [B, K, 1, G, H] in q's dtype when there is one share."""
     out, *sums, q_shared, k_slots, v_slots, p_shared, out_shared, k_full, v_full = refs
     depth, shape = sizes.depth, (sizes.rows, sizes.block)
     where = tuple(map(lax.axis_index, ("row", "head", "split")))

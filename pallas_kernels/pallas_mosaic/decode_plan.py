@@ -1,16 +1,12 @@
-"""The static sizes of a decode kernel, from the shapes and the device, and which shapes are served."""
+"""The static sizes of a decode kernel, from the shapes and the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from pallas_kernels.device import Device, Geometry
-from pallas_kernels.pallas_mosaic.common import FLOAT_DTYPES, async_copy_tile, shared_bytes
+from pallas_kernels.pallas_mosaic.common import shared_bytes
 from pallas_kernels.tuning import Parameters
-
-WIDTHS = (64, 80, 96, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128)
-MOST_GROUP = 32
 
 REDUCTION_BYTES = 2048  # Mosaic's scratch for the maximum and the sum over keys
 _BLOCK_BYTES = 32 << 10  # K and V of a block of keys
@@ -40,7 +36,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of the matrix products: the group, padded."""
-        return _rows(self.group, self.m_warps)
+        return 16 * self.m_warps
 
     @property
     def copies(self) -> int:
@@ -48,14 +44,10 @@ class Plan:
         return max(1, self.block // self.page_size)
 
 
-def _rows(group: int, m_warps: int) -> int:
-    return -(-group // (16 * m_warps)) * 16 * m_warps
-
-
 def _m_warps(geometry: Geometry) -> int:
-    """One, and four along the keys or the width, 8 of them each, while 16 rows are enough and 32 divides the
-    width; else two and two."""
-    return 1 if geometry.width % 32 == 0 and geometry.group <= 16 else 2
+    """One, and four along the keys or the width, 8 of them each, where 32 divides the width; else two and two,
+    with as many rows of padding as of queries."""
+    return 1 if geometry.width % 32 == 0 else 2
 
 
 def _slots(
@@ -64,10 +56,9 @@ def _slots(
     """(keys of a block, at most `block`; depth of the ring) that fit `blocks_per_core` times into a
     multiprocessor."""
     m_warps = _m_warps(geometry)
-    rows = _rows(geometry.group, m_warps)
     budget = (most_bytes + _RESERVED_BYTES) // blocks_per_core - _RESERVED_BYTES
     while block >= 32:
-        fixed = rows * (geometry.width * (2 + 4) + block * 2) + REDUCTION_BYTES + 256  # q, out, p; barriers
+        fixed = 16 * m_warps * (geometry.width * (2 + 4) + block * 2) + REDUCTION_BYTES + 256  # q, out, p; barriers
         size = 4 * block * geometry.width
         depth = min(_MOST_DEPTH, (budget - fixed) // size)
         # Where two warps hold the same K and V, registers want a smaller block.
@@ -80,7 +71,7 @@ def _slots(
 def plan(
     rows: int, pages: int, geometry: Geometry, most_bytes: int, num_cores: int, tuned: Parameters
 ) -> Plan:
-    """The sizes for `rows` D rows of `pages` P pages on a device with `most_bytes` of shared memory a thread
+    """The sizes for `rows` B rows of `pages` P pages on a device with `most_bytes` of shared memory a thread
     block and `num_cores` multiprocessors. `tuned` is {} or one of `candidates`.
 
         Llama-3-8B, 8192 keys, H200:  1 row -> 32 shares of 256 keys, 64 rows -> 2 shares of 4096
@@ -99,29 +90,6 @@ def plan(
         block, depth, splits, -(-_LEAST_KEYS // block), _m_warps(geometry), group, geometry.width,
         geometry.page_size, pages,
     )  # fmt: skip
-
-
-def unsupported_decode(device: Device, geometry: Geometry) -> str:
-    """Why `decode` does not serve these shapes on a device that Mosaic kernels run on; "" when it does."""
-    g = geometry
-    if g.dtype not in FLOAT_DTYPES:
-        return f"decode needs queries of {' or '.join(FLOAT_DTYPES)}, got {g.dtype}"
-    if g.kv_dtype != g.dtype:
-        return f"decode needs pages of the queries' type {g.dtype}, got {g.kv_dtype}"
-    if g.width not in WIDTHS:
-        return f"decode needs a head width of {', '.join(map(str, WIDTHS))}, got {g.width}"
-    if g.page_size not in PAGE_SIZES:
-        return f"decode needs pages of {', '.join(map(str, PAGE_SIZES))} tokens, got {g.page_size}"
-    most_group = MOST_GROUP if g.width < 256 else MOST_GROUP // 2  # more of width 256 leave the registers
-    if g.group > most_group:
-        return f"decode needs at most {most_group} query heads of width {g.width} per KV head, got {g.group}"
-    if device.capability is None:
-        return ""
-    if device.capability < (9, 0) and async_copy_tile(g.page_size, g.width) < 32:  # Mosaic's narrowest tile
-        return f"decode of width {g.width} needs pages of 32 tokens or more for cp.async, got {g.page_size}"
-    if not _slots(g, shared_bytes(device), 1):
-        return f"decode of width {g.width} needs more than {shared_bytes(device)} bytes of shared memory"
-    return ""
 
 
 def candidates(device: Device, geometry: Geometry) -> tuple[Parameters, ...]:

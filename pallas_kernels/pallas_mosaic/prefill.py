@@ -8,32 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels.device import Backend, Device, Geometry
 from pallas_kernels.pallas_mosaic import prefill_common as planning
 from pallas_kernels.pallas_mosaic import prefill_mma, prefill_wgmma
-from pallas_kernels.pallas_mosaic.common import FLOAT_DTYPES, Target, async_copy_tile, shared_bytes
+from pallas_kernels.pallas_mosaic.common import Target
 from pallas_kernels.pallas_mosaic.prefill_common import Layout
 from pallas_kernels.rule import Rule
-
-
-def unsupported_prefill(device: Device, geometry: Geometry) -> str:
-    """Why chunks of `geometry` have no kernel on `device`, in one line; "" when they have."""
-    group, width, page_size = geometry.group, geometry.width, geometry.page_size
-    if geometry.heads % geometry.kv_heads or group > 16:
-        return f"needs 1 to 16 query heads per KV head, got {geometry.heads} and {geometry.kv_heads}"
-    if geometry.dtype not in FLOAT_DTYPES or geometry.kv_dtype != geometry.dtype:
-        types = f"{geometry.dtype} and {geometry.kv_dtype}"
-        return f"needs queries and pages both {' or '.join(FLOAT_DTYPES)}, got {types}"
-    if width % 16 or not 64 <= width <= 256:
-        return f"needs a head width of 64 to 256, a multiple of 16, got {width}"
-    if page_size & (page_size - 1) or not 8 <= page_size <= 256:
-        return f"needs pages of 8 to 256 tokens, a power of two, got {page_size}"
-    if device.capability is not None and device.capability < (9, 0):
-        copied = prefill_mma.blocks_of(width, page_size).copied
-        if copied < 16 or async_copy_tile(copied, width) < 32:
-            return f"needs larger pages for cp.async: {page_size} tokens of width {width} are no whole tiles"
-    if device.platform == "gpu" and not _uses_wgmma(device):
-        needed = prefill_mma.shared_bytes(width, prefill_mma.blocks_of(width, page_size))
-        if needed > shared_bytes(device):
-            return f"needs {needed} bytes of shared memory for width {width}, has {shared_bytes(device)}"
-    return ""
 
 
 def _uses_wgmma(device: Device) -> bool:
@@ -57,8 +34,14 @@ def prefill(
 
     q [T, N, H]; k_pages, v_pages [M, K, Z, H]; page_table [B, P], positions [T], kv_len [B] as in
     RaggedBatch; tiles int32 [C, 3] (row, first packed token, at most `tile` tokens), num_tiles [1]; `tile` is
-    at most `query_tile`.
+    at most `query_tile`, which layers of another G may have made smaller.
     Returns [T, N, H] in q's dtype. Positions of a tile's tokens are consecutive, as those of a chunk are.
+    `common.unsupported_shapes` says for which shapes there are kernels.
+
+    A NaN that is nobody's reaches no one, and a row's own reaches no other row. A row's own NaN key reaches
+    the tokens that see it, as in the reference; its own NaN value may reach all tokens of those of the row's
+    tiles that read its block of keys, also tokens before it or past whose window it lies: a weight of 0 is
+    multiplied by the value. Tiles that read no key of the block are as they were.
     """
     tokens, heads, width = q.shape
     kv_heads, page_size = k_pages.shape[1:3]

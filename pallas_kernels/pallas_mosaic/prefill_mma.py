@@ -26,10 +26,6 @@ def blocks_of(width: int, page_size: int) -> Blocks:
     return Blocks(keys=64 if width <= 128 else 32, page_size=page_size, stages=2)
 
 
-def shared_bytes(width: int, blocks: Blocks) -> int:
-    return 2 * width * (ROWS + 2 * blocks.stages * blocks.keys) + 2048
-
-
 def prefill(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, work: Work,
     *, rule: Rule, layout: Layout, blocks: Blocks, target: Target,

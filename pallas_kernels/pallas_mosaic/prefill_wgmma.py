@@ -17,6 +17,8 @@ from pallas_kernels.rule import Rule
 
 CONSUMERS = 2
 _SHARED_BYTES = 232_448 - 1024  # of 9.0; the rest is for barriers
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+"""Of 512 for three warpgroups; the producer holds up to 8 page ids."""
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -39,8 +41,6 @@ def prefill(
     # multiples of 8.
     copied = common.rows_layout(ROWS, width, q.dtype)
     sinks = common.sink_blocks(rule, blocks)
-    # Of 512 for three warpgroups; the producer holds the page ids of a block.
-    producer_registers, consumer_registers = (40, 232) if blocks.pages <= 8 else (64, 224)
 
     def kernel(
         tiles_ref, table_ref, held_ref, q_ref, k_ref, v_ref, out_ref,
@@ -53,7 +53,7 @@ def prefill(
         tile = Tile.read(tiles_ref, lax.axis_index("tile"))
 
         def produce():
-            plgpu.set_max_registers(producer_registers, action="decrease")
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
             def fetch(visit, _):
                 slot = lax.rem(visit, blocks.stages)
@@ -81,7 +81,7 @@ def prefill(
             lax.fori_loop(0, tile.visits, fetch, None)
 
         def consume():
-            plgpu.set_max_registers(consumer_registers, action="increase")
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             first_token = 0 if layout.splits_heads else warpgroup * layout.tokens
             first_head = warpgroup * layout.heads if layout.splits_heads else 0
             mine = q_smem.at[warpgroup]

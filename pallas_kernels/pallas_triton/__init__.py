@@ -8,7 +8,6 @@ not serve; jax 0.11.2 to 0.12.0.1 are the versions that it was compiled with.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from pallas_kernels.pallas_triton import decode, prefill
 from pallas_kernels.pallas_triton.blocking import candidates, decode_blocking, prefill_blocking, tuned
 from pallas_kernels.rule import Rule
 
-__all__ = ["candidates", "paged_attention", "query_tiles", "unsupported"]
+__all__ = ["candidates", "most_pages", "paged_attention", "query_tiles", "unsupported"]
 
 WIDEST = 256  # lanes of a head: beyond, a block's sums leave the registers
 
@@ -67,15 +66,13 @@ def paged_attention(
     rule: Rule,
     backend: Backend,
 ) -> jax.Array:
-    """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are lowered once.
-
-    Raises NotImplementedError for pools of 8 bits between 2 and 4 GiB, whose places Pallas cannot index.
-    """
+    """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are lowered once."""
     tokens, heads, width = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
-    _check_index_width(k_pages)
+    num_pages, kv_heads, page_size, _ = k_pages.shape
     device = backend.device
     geometry = Geometry(heads, kv_heads, width, page_size, q.dtype.name, k_pages.dtype.name)
+    most = most_pages(geometry)
+    assert most is None or num_pages <= most, f"{num_pages} pages, Pallas Triton can index {most}"
     decoded = None
     if decode_rows:
         decoded = decode.attend(
@@ -97,12 +94,9 @@ def paged_attention(
     )  # fmt: skip
 
 
-def _check_index_width(pages: Pages) -> None:
+def most_pages(geometry: Geometry) -> int | None:
     """Pallas Triton counts elements in 32 bits up to 2^32 bytes, although signed ones end at 2^31 (jax 0.11.2
     to 0.12.0.1): only elements of one byte can lie in between."""
-    size = math.prod(pages.shape) * pages.dtype.itemsize
-    if pages.dtype.itemsize == 1 and 2**31 < size <= 2**32:
-        raise NotImplementedError(
-            f"Pallas Triton cannot index {size} bytes of {pages.dtype.name} pages: let K of one layer take "
-            "at most 2^31 or more than 2^32 bytes, or choose another attention backend"
-        )
+    if jnp.dtype(geometry.kv_dtype).itemsize > 1:
+        return None
+    return 2**31 // (geometry.kv_heads * geometry.page_size * geometry.width)

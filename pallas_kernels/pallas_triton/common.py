@@ -1,7 +1,7 @@
 """What the decode and the prefill kernel share: masked loads from pages, and the online softmax.
 
-Everything here runs inside a kernel. Arrays have sizes that are powers of two (Triton knows no others): R
-rows of queries, S keys of a block, `lanes` of a head's width rounded up. What does not exist is masked, and a
+Everything here runs inside a kernel. Arrays have sizes that are powers of two (Triton knows no others):
+`rows` of queries, S keys of a block, `lanes` of a head's width rounded up. What does not exist is masked, and a
 masked load touches no memory: a place that no query sees may hold NaN, and costs no bandwidth.
 """
 
@@ -119,8 +119,8 @@ def find(table_ref: Ref, row: jax.Array, keys: jax.Array, wanted: jax.Array, pag
 
 
 class State(NamedTuple):
-    """The online softmax of R queries, float32: largest score [R] (base 2), and relative to it the sum of
-    weights [R] and the weighted sum of values [R, lanes]."""
+    """The online softmax of queries, float32: largest score [rows] (base 2), and relative to it the sum of
+    weights [rows] and the weighted sum of values [rows, lanes]."""
 
     largest: jax.Array
     total: jax.Array
@@ -145,8 +145,8 @@ def absorb(
     seen: jax.Array,
     rule: Rule,
 ) -> State:
-    """The softmax `state` of q [R, lanes] after one more block of keys; `seen` [R | 1, S]: which query sees
-    which. The scale of a quantised key multiplies its score and that of a value its weight: no vector is ever
+    """The softmax `state` of q [rows, lanes] after one more block of keys; `seen` [rows | 1, S]: which query
+    sees which. The scale of a quantised key multiplies its score and that of a value its weight: no vector is ever
     scaled.
     """
     lanes = q.shape[-1]
@@ -171,7 +171,7 @@ def absorb(
 
 
 def normalized(state: State) -> jax.Array:
-    """[R, lanes]; zeros for a query that saw no key."""
+    """[rows, lanes]; zeros for a query that saw no key."""
     return state.out / jnp.where(state.total > 0, state.total, 1.0)[:, None]
 
 

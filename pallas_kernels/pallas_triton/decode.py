@@ -46,9 +46,9 @@ def attend(
     num_cores: int,
     interpret: bool,
 ) -> jax.Array:
-    """q [D, N, H] of rows of one query, the last of kv_len [D] keys each; returns [D, N, H].
+    """q [B, N, H] of rows of one query, the last of kv_len [B] keys each; returns [B, N, H].
 
-    page_table [>= D, P]; a row of no keys gives zeros.
+    page_table [>= B, P]; a row of no keys gives zeros.
     """
     rows, heads, width = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -120,7 +120,7 @@ def _kernel(
 
 
 def _merge(out: jax.Array, largest: jax.Array, total: jax.Array) -> jax.Array:
-    """Sums of the parts [D, N, splits, H], relative to their largest scores [D, N, splits] -> [D, N, H]."""
+    """Sums of the parts [B, N, splits, H], relative to their largest scores [B, N, splits] -> [B, N, H]."""
     weights = jnp.exp2(largest - jnp.max(largest, axis=-1, keepdims=True))
     total = jnp.sum(total * weights, axis=-1)
     out = jnp.sum(out * weights[..., None], axis=2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import copy_pages, write_kv
-from pallas_kernels.batch import TILE_SIZES, UNIFORM_TILE_SIZES, cut_tiles, fill_tiles, tile_capacity
+from pallas_kernels.batch import TILE_SIZES, cut_tiles, fill_tiles, tile_capacity
 
 LARGE, SMALL = TILE_SIZES
 
@@ -99,10 +99,10 @@ def test_cut_examples() -> None:
     assert cut_tiles([(4, 8, 2)]) == [[], [(4, 8, 2)]]
     assert cut_tiles([]) == [[], []]
     assert tile_capacity(512, 4) == (2, 20)
-    assert cut_tiles([(0, 0, 65), (1, 65, 1)], UNIFORM_TILE_SIZES) == [
+    assert cut_tiles([(0, 0, 65), (1, 65, 1)], (SMALL,)) == [
         [(0, 0, 32), (0, 32, 32), (0, 64, 1), (1, 65, 1)]
     ]
-    assert tile_capacity(512, 4, UNIFORM_TILE_SIZES) == (20,)
+    assert tile_capacity(512, 4, (SMALL,)) == (20,)
 
 
 @given(chunks)
@@ -142,8 +142,8 @@ def test_too_many_tiles_are_refused() -> None:
 @given(st.lists(st.integers(1, 700), max_size=8), st.integers(0, 300), st.integers(0, 3))
 def test_tiles_of_one_size(counts: list[int], spare: int, rows: int) -> None:
     """Every token once, in small tiles that start at multiples of their size from the chunk's first token."""
-    capacity = tile_capacity(sum(counts) + spare, len(counts) + rows, UNIFORM_TILE_SIZES)
-    (tiles,), num_tiles = fill_tiles(laid_out(counts), capacity, UNIFORM_TILE_SIZES)
+    capacity = tile_capacity(sum(counts) + spare, len(counts) + rows, (SMALL,))
+    (tiles,), num_tiles = fill_tiles(laid_out(counts), capacity, (SMALL,))
     real = tiles[: num_tiles[0]].tolist()
     covered = [(row, token) for row, start, n in real for token in range(start, start + n)]
     expected = [(row, token) for row, start, n in laid_out(counts) for token in range(start, start + n)]

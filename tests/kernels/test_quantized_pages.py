@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import QuantizedPages, copy_pages, create_pages, write_kv
-from pallas_kernels.pages import FLOAT8_LARGEST, dequantize, quantize
+from pallas_kernels.pages import dequantize, quantize
 
 INDEX = np.int32
 
@@ -76,12 +76,13 @@ def test_a_copy_takes_the_scales_along() -> None:
         np.testing.assert_array_equal(np.asarray(new)[[1, 2, 3, 4]], np.asarray(old)[[1, 1, 2, 4]])
 
 
-def test_float8_saturates() -> None:
-    """A cast alone would make NaN of what is beyond 448."""
-    pages = create_pages(2, 1, 4, 2, "float8_e4m3fn")
-    new = jnp.asarray([[[1e4, -1e4]], [[0.5, np.nan]]], jnp.bfloat16)
+@pytest.mark.parametrize(("kv_dtype", "largest"), [("float8_e4m3fn", 448), ("float16", 65504)])
+def test_narrow_types_saturate(kv_dtype: str, largest: float) -> None:
+    """A cast alone would make NaN of what is beyond 448, and infinity of what is beyond 65504."""
+    pages = create_pages(2, 1, 4, 2, kv_dtype)
+    new = jnp.asarray([[[1e5, -1e5]], [[0.5, np.nan]]], jnp.bfloat16)
     got = np.asarray(write_kv(pages, new, jnp.asarray([1, 1]), jnp.asarray([0, 1])), np.float32)
-    assert got[1, 0, 0].tolist() == [FLOAT8_LARGEST, -FLOAT8_LARGEST]
+    assert got[1, 0, 0].tolist() == [largest, -largest]
     assert got[1, 0, 1, 0] == 0.5
     assert np.isnan(got[1, 0, 1, 1])
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from pallas_kernels import Backend, Device, Geometry, QuantizedPages, RaggedBatch, Rule
 from pallas_kernels.cases import StepCase, attend, build
 
@@ -258,7 +259,7 @@ def test_pools_that_pallas_cannot_index_are_refused() -> None:
     geometry = dataclasses.replace(LLAMA, kv_dtype="int8")
     backend = Backend("pallas_triton", H200)
     step = _arguments(4, 4, 2**18, geometry, 32)
-    with pytest.raises(NotImplementedError, match="cannot index 4294967296 bytes of int8 pages"):
+    with pytest.raises(AssertionError, match="Pallas Triton can index"):
         jax.eval_shape(
             lambda *step: triton.paged_attention(*step, decode_rows=4, rule=Rule(0.1), backend=backend), *step
         )
@@ -296,3 +297,13 @@ def test_parts_of_rows() -> None:
     assert decode.splits_of(2048, 8192, 64, 132) == 1
     assert decode.splits_of(8, 100, 64, 132) == 2
     assert decode.splits_of(8, 8192, 64, 1) == 1
+
+
+def test_how_many_pages_it_can_index() -> None:
+    """8-bit pools end at 2^31 elements of a layer; the engine asks before it makes one."""
+    llama = Geometry(32, 8, 128, 16, "bfloat16", "int8")
+    assert pallas_kernels.most_pages(Backend("pallas_triton"), llama) == 2**31 // (8 * 16 * 128)
+    wide, narrow = dataclasses.replace(llama, kv_dtype="bfloat16"), dataclasses.replace(llama, kv_heads=4)
+    assert pallas_kernels.most_pages(Backend("pallas_triton"), wide) is None
+    assert pallas_kernels.most_pages(Backend("pallas_triton"), llama, narrow) == 2**31 // (8 * 16 * 128)
+    assert pallas_kernels.most_pages(Backend("xla"), llama) is None

@@ -15,6 +15,7 @@ import jax
 import pytest
 from tiny import GOLDEN
 
+import pallas_kernels
 from jaxinfer.config import EngineConfig
 from jaxinfer.core import ConfigError, SamplingParams
 from jaxinfer.llm import LLM
@@ -131,3 +132,17 @@ def test_a_folder_with_sentencepiece_alone_answers_as_with_its_tokenizer_json(tm
     ]
     assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
     assert outputs[0].outputs[0].text == outputs[1].outputs[0].text != ""
+
+
+@pytest.mark.parametrize("stated", [None, 9])
+def test_a_pool_is_what_the_attention_backend_can_index(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stated: int | None
+) -> None:
+    monkeypatch.setattr(pallas_kernels, "most_pages", lambda backend, *geometries: 8)
+    config = EngineConfig(max_model_len=64, max_num_seqs=4, num_pages=stated)
+    if stated:
+        with pytest.raises(ConfigError, match="num_pages 9 is more than attention backend 'xla' can index"):
+            load(str(GOLDEN / "stories260k"), config)
+        return
+    assert load(str(GOLDEN / "stories260k"), config).limits.num_pages == 8
+    assert "the pool is held at 8 pages, the most that xla can index; 17 would be of use" in caplog.text

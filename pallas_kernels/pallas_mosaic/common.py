@@ -87,9 +87,9 @@ def unsupported_shapes(device: Device, geometry: Geometry) -> str:
         return f"needs a head width of {_one_of(WIDTHS)}, got {g.width}"
     if g.page_size not in PAGE_SIZES:
         return f"needs pages of {_one_of(PAGE_SIZES)} tokens, got {g.page_size}"
-    if device.capability is not None and device.capability < (9, 0):
-        if async_copy_tile(g.page_size, g.width) < 32:  # Mosaic's narrowest tile
-            return f"needs pages of 32 tokens or more for cp.async of width {g.width}, got {g.page_size}"
+    copies_by_threads = device.capability is not None and device.capability < (9, 0)
+    if copies_by_threads and async_copy_tile(g.page_size, g.width) < 32:  # Mosaic's narrowest tile
+        return f"needs pages of 32 tokens or more for cp.async of width {g.width}, got {g.page_size}"
     return ""
 
 

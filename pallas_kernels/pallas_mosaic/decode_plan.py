@@ -45,8 +45,8 @@ class Plan:
 
 
 def _m_warps(geometry: Geometry) -> int:
-    """One, and four along the keys or the width, 8 of them each, where 32 divides the width; else two and two,
-    with as many rows of padding as of queries."""
+    """One, and four along the keys or the width, 8 of them each, where 32 divides the width; else two and
+    two, for twice the rows."""
     return 1 if geometry.width % 32 == 0 else 2
 
 
@@ -56,9 +56,10 @@ def _slots(
     """(keys of a block, at most `block`; depth of the ring) that fit `blocks_per_core` times into a
     multiprocessor."""
     m_warps = _m_warps(geometry)
+    rows = 16 * m_warps
     budget = (most_bytes + _RESERVED_BYTES) // blocks_per_core - _RESERVED_BYTES
     while block >= 32:
-        fixed = 16 * m_warps * (geometry.width * (2 + 4) + block * 2) + REDUCTION_BYTES + 256  # q, out, p; barriers
+        fixed = rows * (geometry.width * (2 + 4) + block * 2) + REDUCTION_BYTES + 256  # q, out, p; barriers
         size = 4 * block * geometry.width
         depth = min(_MOST_DEPTH, (budget - fixed) // size)
         # Where two warps hold the same K and V, registers want a smaller block.

@@ -59,7 +59,7 @@ def prefill(
                 slot = lax.rem(visit, blocks.stages)
                 block = tile.block(visit, sinks)
                 places = common.places_in_page(block, blocks)
-                for source, target, ready, free in (
+                for source, smem, ready, free in (
                     (k_ref, k_smem, k_ready, k_free),
                     (v_ref, v_smem, v_ready, v_free),
                 ):
@@ -74,11 +74,18 @@ def prefill(
                     for j, page in enumerate(pages):
                         plgpu.copy_gmem_to_smem(
                             source.at[page, kv_head, places],
-                            target.at[slot, pl.ds(j * blocks.copied, blocks.copied)],
+                            smem.at[slot, pl.ds(j * blocks.copied, blocks.copied)],
                             ready.at[slot],
                         )
 
             lax.fori_loop(0, tile.visits, fetch, None)
+            if target.interpret:  # jax 0.11: whoever has waited at a barrier sees all that it completes
+
+                def observe(visit, _):
+                    for free in (k_free, v_free):
+                        plgpu.barrier_wait(free.at[lax.rem(visit, blocks.stages)])
+
+                lax.fori_loop(jnp.maximum(tile.visits - blocks.stages, 0), tile.visits, observe, None)
 
         def consume():
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")

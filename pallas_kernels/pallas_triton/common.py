@@ -1,8 +1,8 @@
 """What the decode and the prefill kernel share: masked loads from pages, and the online softmax.
 
 Everything here runs inside a kernel. Arrays have sizes that are powers of two (Triton knows no others):
-`rows` of queries, S keys of a block, `lanes` of a head's width rounded up. What does not exist is masked, and a
-masked load touches no memory: a place that no query sees may hold NaN, and costs no bandwidth.
+`rows` of queries, S keys of a block, `lanes` of a head's width rounded up. What does not exist is masked, and
+a masked load touches no memory: a place that no query sees may hold NaN, and costs no bandwidth.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def absorb(
     rule: Rule,
 ) -> State:
     """The softmax `state` of q [rows, lanes] after one more block of keys; `seen` [rows | 1, S]: which query
-    sees which. The scale of a quantised key multiplies its score and that of a value its weight: no vector is ever
-    scaled.
+    sees which. The scale of a quantised key multiplies its score and that of a value its weight: no vector is
+    ever scaled.
     """
     lanes = q.shape[-1]
     k, k_scales = _load(k_ref, kv_head, keys, lanes)

@@ -1,7 +1,8 @@
 """How long the device waits for Python in each step, found in two ways that need nothing beside jax.
 
 by_dispatch     the programs of one step, with its own arguments, queued back to back: what the device needs
-                for a step without a host. The rest of a real step's time is idle.
+                for a step without a host. The rest of a real step's time is idle. Where queueing them takes
+                as long as that, the device waits for Python here too, and nothing is known: "launch-bound".
 by_trace        jax's profiler over some real steps: gaps between what ran on the device. XLA takes command
                 buffers (CUDA graphs) apart while it is profiled, so the gaps within a step are longer than in
                 use.
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,9 +34,31 @@ class _Recorded:
         return self.program(*arguments)
 
 
-def by_dispatch(llm: LLM, step: Callable[[], object], count: int) -> float | None:
-    """Seconds that the device needs for one step like the next ones that `step()` runs; None where those call
-    no forward program and sampler. What is queued again writes to the pages what is there already."""
+LAUNCH_BOUND = 0.9
+"""Share of a step's time that queueing it may take, and the device still be what is measured."""
+
+
+class Queued(NamedTuple):
+    """`seconds` that the device needs for a step, None with the `reason`; `dispatch` is what Python took to
+    queue one of the first three: a queue that is full makes it wait for the device."""
+
+    seconds: float | None
+    dispatch: float | None
+    reason: str
+
+    @classmethod
+    def of(cls, seconds: float, dispatch: float) -> Queued:
+        bound = dispatch > LAUNCH_BOUND * seconds
+        return cls(None if bound else seconds, dispatch, "launch-bound" if bound else "")
+
+    def idle(self, step: float) -> float | None:
+        """Of a real step's seconds."""
+        return None if self.seconds is None else max(0.0, step - self.seconds)
+
+
+def by_dispatch(llm: LLM, step: Callable[[], object], count: int) -> Queued:
+    """What the device needs for one step like the next ones that `step()` runs. What is queued again writes
+    to the pages what is there already."""
     runner: Any = llm.engine.runner
     compiled = runner.programs.compiled
     recorded = {bucket: _Recorded(program) for bucket, program in compiled.items()}
@@ -51,20 +74,23 @@ def by_dispatch(llm: LLM, step: Callable[[], object], count: int) -> float | Non
     forwards = [record for bucket, record in called if isinstance(bucket, StepShape)]
     samplers = [record for bucket, record in called if isinstance(bucket, SampleShape)]
     if len(forwards) != 1 or len(samplers) != 1:
-        return None
+        return Queued(None, None, "the steps call other programs than a forward and a sampler")
     (forward,), (sampler,) = forwards, samplers
     leaves, _, *rest = forward.arguments
     jax.block_until_ready(runner.kv)
-    began = time.perf_counter()
+    began = queued = time.perf_counter()
     chosen: Any = None
+    first = min(3, count)
     for index in range(count + 1):
-        if index == 1:  # the first one fills the queue
+        if index == 1:  # the first one warms up
             jax.block_until_ready(chosen)
             began = time.perf_counter()
         _, _, runner.kv = forward.program(leaves, runner.kv, *rest)
         chosen = sampler.program(*sampler.arguments)
+        if index == first:
+            queued = time.perf_counter()
     jax.block_until_ready((chosen, runner.kv))
-    return (time.perf_counter() - began) / count
+    return Queued.of((time.perf_counter() - began) / count, (queued - began) / first)
 
 
 def by_trace(step: Callable[[], object], count: int) -> dict[str, Any]:

@@ -15,7 +15,8 @@ prefill     one prompt of 2048, 8192, 32 768 tokens
 MBU: bytes of weights and of K/V that a step must read, over its time, over the copy bandwidth. MFU:
 operations over time over the matmul rate. `floor` is the larger of both times. --quick divides lengths and
 counts by 8; --tiny runs everything in sizes for a CPU, which proves this program and nothing else. The last
-line of stdout is one JSON object.
+line of stdout is one JSON object. A part that fails says why under "failed", those of another engine are run,
+and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +146,10 @@ def limits(given: argparse.Namespace) -> dict[str, Any]:
 def run(given: argparse.Namespace, keep: Callable[[str, dict[str, Any]], None]) -> None:
     """Every part asked for; `keep` gets its name and figures."""
     if "start" in given.parts:  # before this process takes the device's memory
-        keep("start", start(given))
+        try:
+            keep("start", start(given))
+        except (subprocess.SubprocessError, ValueError, IndexError) as error:
+            keep("start", failed(error))
     measured = limits(given)
     keep("limits", {name: measured[name] for name in ("copy", "copy_memcpy", "copy_kernel", "matmul")})
     keep("device", measured["device"])
@@ -175,26 +180,40 @@ def run(given: argparse.Namespace, keep: Callable[[str, dict[str, Any]], None]) 
     for sizes, wanted in groups:
         if not set(wanted) & set(given.parts):
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            name = model_of(given.model, sizes["longest"], Path(folder))
-            began = time.perf_counter()
-            llm = LLM(name, **options(given, **sizes))
-        loaded = time.perf_counter() - began
-        bench = parts.EngineBench(llm, measured["copy"], measured["matmul"])
-        keep("engine " + "+".join(wanted), {**sizes, "load_s": loaded, **bench.facts()})
+        llm = bench = None
+        engine = "engine " + "+".join(wanted)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                name = model_of(given.model, sizes["longest"], Path(folder))
+                began = time.perf_counter()
+                llm = LLM(name, **options(given, **sizes))
+            loaded = time.perf_counter() - began
+            bench = parts.EngineBench(llm, measured["copy"], measured["matmul"])
+            keep(engine, {**sizes, "load_s": loaded, **bench.facts()})
+        except Exception as error:
+            keep(engine, failed(error))
         for part, function in wanted.items():
-            if part in given.parts:
-                keep(part, function(bench))
+            if bench is not None and part in given.parts:
+                try:
+                    keep(part, function(bench))
+                except Exception as error:
+                    keep(part, failed(error))
+                    bench = None  # the engine may still hold the requests of this part
         del bench, llm
         gc.collect()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def failed(error: Exception) -> dict[str, Any]:
+    traceback.print_exception(error)
+    return {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     given.given = [word for word in (sys.argv[1:] if arguments is None else arguments)]
     if given.child:
         print(json.dumps(child(given)))
-        return
+        return 0
     report: dict[str, Any] = {"model": given.model, "quick": given.quick, "tiny": given.tiny}
 
     def keep(name: str, figures: dict[str, Any]) -> None:
@@ -210,6 +229,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report |= versions() | ({"revision": given.revision} if given.revision else {})
     print_table(report)
     print(json.dumps({**report, "date": time.strftime("%Y-%m-%d")}))
+    missing = [part for part in given.parts if part not in report]
+    bad = [name for name, figures in report.items() if isinstance(figures, dict) and "failed" in figures]
+    if bad or missing:
+        print(
+            f"failed: {', '.join(bad)}" + "".join(f"; not run: {part}" for part in missing), file=sys.stderr
+        )
+    return 1 if bad or missing else 0
 
 
 def rounded(value: Any) -> Any:
@@ -234,9 +260,9 @@ def print_table(report: dict[str, Any]) -> None:
                     f"{'' if cell is None else f'{cell * times:.4g}':>10}"
                     for cell, (_, _, times) in zip(cells, columns, strict=True)
                 )
-                print(f"{name:16}{text}", file=sys.stderr)
+                print(f"{name:16}{text}  {figures.get('idle_unknown', '')}".rstrip(), file=sys.stderr)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    main()
+    sys.exit(main())

@@ -139,9 +139,9 @@ def streams_at(bench: EngineBench, streams: int, context: int, steps: int, *, id
         few = max(3, min(16, steps // 2))
         result["trace"] = by_trace(llm.engine.step, few)
         device = by_dispatch(llm, llm.engine.step, few)
-        result["device_s"] = device
+        result |= {"device_s": device.seconds, "device_dispatch_s": device.dispatch}
         # "idle_s" is what the table shows, by dispatch: `device_idle` says how the two differ.
-        result["idle_s"] = None if device is None else max(0.0, seconds - device)
+        result |= {"idle_s": device.idle(seconds), "idle_unknown": device.reason}
     for request in requests:
         llm.engine.cancel(request.request_id)
     drain(llm)

@@ -4,13 +4,15 @@ with every place that nobody may see poisoned."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from pallas_kernels import reference
 from pallas_kernels.attention import paged_attention
 from pallas_kernels.batch import TILE_SIZES, RaggedBatch, fill_tiles, tile_capacity
 from pallas_kernels.device import Backend, Geometry
@@ -82,10 +84,12 @@ def build(
     holes: float = 0.0,
     tiles: tuple[int, ...] = TILE_SIZES,
     seed: int = 0,
+    tight: bool = False,
 ) -> Step:
     """decodes: keys of each one-query row, 0 for a padding row; chunks: (start, count).
 
-    Pages are dealt out in random order from a pool with pages to spare. `poison` fills what no row owns:
+    Pages are dealt out in random order from a pool with pages to spare, of which every row could have all of
+    its table; a `tight` one only what these rows need and 4 more. `poison` fills what no row owns:
     page 0, the spare pages, and the places of each last page beyond the row's keys. With a window, pages
     behind that of a row's first query have gone, those of the sinks excepted: their entries in the table are
     0. A share `holes` of each row's other pages has gone too. `tiles` are those of the backend.
@@ -94,7 +98,9 @@ def build(
     assert len(chunks) <= case.chunk_rows
     assert sum(count for _, count in chunks) <= case.chunk_tokens
     generator = np.random.default_rng(seed)
-    num_pages = case.rows * case.table_width + 4
+    all_keys = (*decodes, *(start + count for start, count in chunks))
+    needed = sum(-(-keys // case.page_size) for keys in all_keys)
+    num_pages = (needed + 1 if tight else case.rows * case.table_width) + 4
     free = generator.permutation(np.arange(1, num_pages)).tolist()
     tokens = case.decode_rows + case.chunk_tokens
     token_row, positions = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
@@ -151,3 +157,25 @@ def attend(step: Step, case: StepCase, backend: Backend) -> np.ndarray:
     out = _attend(*step[:4], decode_rows=case.decode_rows, rule=case.rule, backend=backend)
     assert out.dtype == step.q.dtype, f"queries of {step.q.dtype} gave {out.dtype}"
     return np.asarray(out, np.float32)
+
+
+def specified(step: Step, case: StepCase) -> np.ndarray:
+    """[T, N, H] float32 of the specification for the same rounded inputs, one token after the other: it
+    gathers all keys of a token, and those of a long step's tokens together would be gigabytes."""
+    return np.asarray(_specified(*step[:4], rule=case.rule))
+
+
+@functools.partial(jax.jit, static_argnames=("rule",))
+def _specified(q, k_pages, v_pages, batch, *, rule):
+    def one(token):
+        query, row, position = token
+        alone = replace(batch, token_row=row[None], positions=position[None])
+        return reference.paged_attention(query[None], k_pages, v_pages, alone, rule=rule)[0]
+
+    return lax.map(one, (q.astype(jnp.float32), batch.token_row, batch.positions))
+
+
+def vector_error(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """|got - expected| / |expected| over vectors of the last axis; over 1 where a vector is nothing."""
+    size = np.linalg.norm(expected, axis=-1)
+    return np.linalg.norm(got - expected, axis=-1) / np.where(size > 0, size, 1.0)

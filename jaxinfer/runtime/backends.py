@@ -70,10 +70,22 @@ def choose_quantization(config: EngineConfig, model: ModelConfig) -> Quantizatio
     if config.quantization is None:
         return None
     device = pallas_kernels.Device.of(jax.local_devices()[0])
-    try:
-        backend = pallas_kernels.resolve_matmul(config.quantization, device)
-    except NotImplementedError as reason:
-        raise ConfigError(f"quantization {config.quantization!r} cannot run here: {reason}") from None
+    failed: list[str] = []
+    while True:
+        try:
+            backend = pallas_kernels.resolve_matmul(config.quantization, device, without=tuple(failed))
+        except NotImplementedError as reason:
+            raise ConfigError(f"quantization {config.quantization!r} cannot run here: {reason}") from None
+        reason = ""
+        if device.platform == "gpu":
+            reason = self_test.matmul_failure(backend, config.quantization, config.dtype)
+        if not reason:
+            break
+        logger.warning(
+            "products of %s weights by %s fail their test on %s: it %s; the next one is taken",
+            config.quantization, backend.name, device.kind, reason,
+        )  # fmt: skip
+        failed.append(backend.name)
     quantization = Quantization(config.quantization, backend)
     quantization.check(model)
     logger.info("weights: %s by %s", config.quantization, backend.name)

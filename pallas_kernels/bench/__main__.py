@@ -7,7 +7,7 @@ Measured first: bandwidth of a copy and rate of a bfloat16 product. Then each ca
 with the specification, and timed only if it is right. `floor` is what the case would take at those two
 limits, of which the larger; cuDNN and torch (if there) have dense keys of the same shape. The table goes to
 stderr, one line of JSON to stdout. The exit status is 1 where a backend that says it serves a case is wrong,
-fails or hangs.
+fails or hangs. Rows that there was no time for are "skipped", and counted in both.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if first.get("status"):
         bad.append(first)
         print(f"the limits could not be measured: {first.get('reason')}", file=sys.stderr)
-    print(json.dumps({**report, "wrong": len(bad), "cases": rows}))
+    skipped = sum(row.get("status") == "skipped" for row in rows)
+    print(f"{len(rows)} rows: {len(bad)} wrong or failed, {skipped} skipped", file=sys.stderr)
+    print(json.dumps({**report, "wrong": len(bad), "skipped": skipped, "cases": rows}))
     return 1 if bad else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import jax
 import numpy as np
 import pytest
 from gpu.serving import serving
+from runtime.driving import run, texts
 from tiny import Tensors, engine_over, greedy, prompts, random_tensors, tiny_config
 
 from jaxinfer import LLM, RequestOutput
-from jaxinfer.config import shape_ladder
+from jaxinfer.config import invariant_ladder, shape_ladder
+from jaxinfer.core import SamplingParams
 from jaxinfer.model import weights
 from jaxinfer.model.llama import Build
 from jaxinfer.runtime import JaxRunner
@@ -32,16 +35,22 @@ def geometry(dtype: str, kv_dtype: str = "") -> Geometry:
     return Geometry(CONFIG.num_heads, kv_heads, CONFIG.head_dim, 16, dtype, kv_dtype or dtype)
 
 
-def engine(platform: str, backend: Backend, dtype: str, **options: Any) -> LLM:
-    """An engine over the same weights wherever it runs."""
+def runner_of(
+    platform: str, backend: Backend, dtype: str, kv_dtype: str = "", ladder: str = "gpu"
+) -> JaxRunner:
+    """A runner over the same weights wherever it runs. `ladder`: of which platform, or "invariant"."""
     build = Build(jax.numpy.dtype(dtype), platform, backend)
     graph, state = weights.load_params(CONFIG, build, Tensors(random_tensors(CONFIG)))
-    ladder = shape_ladder(4, 32, query_tiles(backend, geometry(dtype)))
-    runner = JaxRunner(
-        CONFIG, graph, state, ladder, num_pages=65, page_size=16, max_model_len=128,
-        kv_dtype=options.get("kv_dtype", dtype), platform=platform,
+    tiles = query_tiles(backend, geometry(dtype, kv_dtype))
+    shapes = invariant_ladder(4, 32, tiles) if ladder == "invariant" else shape_ladder(4, 32, tiles, ladder)
+    return JaxRunner(
+        CONFIG, graph, state, shapes, num_pages=65, page_size=16, max_model_len=128,
+        kv_dtype=kv_dtype or dtype, platform=platform,
     )  # fmt: skip
-    return engine_over(runner)
+
+
+def engine(platform: str, backend: Backend, dtype: str, **options: Any) -> LLM:
+    return engine_over(runner_of(platform, backend, dtype, **options))
 
 
 def answers(llm: LLM) -> list[RequestOutput]:
@@ -78,7 +87,7 @@ def assert_alike(got: list[RequestOutput], expected: list[RequestOutput], tolera
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_backend_answers_as_the_cpu_does(device: Device, dtype: str) -> None:
     with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
-        expected = answers(engine("cpu", Backend("xla"), "float32"))
+        expected = answers(engine("cpu", Backend("xla"), "float32", ladder="cpu"))
     backends = serving(device, geometry(dtype))
     assert "xla" in [backend.name for backend in backends]
     for backend in backends:
@@ -94,6 +103,23 @@ def test_narrow_pages_answer_nearly_so(device: Device, kv_dtype: str) -> None:
     for backend in serving(device, geometry("bfloat16", kv_dtype)):
         got = answers(engine(device.platform, backend, "bfloat16", kv_dtype=kv_dtype))
         assert_alike(got, xla, 2 * TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_runs_do_not_depend_on_the_chunks(device: Device, dtype: str) -> None:
+    """Every backend, the whole engine's programs: each text alone in few chunks, and all together in small
+    ones, give the same ids and logprobs to the last bit."""
+    asked = [SamplingParams(temperature=t, logprobs=2) for t in (0, 0.8, 0, 1)]
+    batch = prompts([5, 60, 17, 33], vocab_size=CONFIG.vocab_size)
+    for backend in serving(device, geometry(dtype)):
+        runner = runner_of(device.platform, backend, dtype, ladder="invariant")
+        alone = texts(runner, batch, asked)
+        for text in alone:
+            run(runner, [text], 6)
+        together, counts = texts(runner, batch, asked, seed=1), itertools.cycle((1, 7, 16, 3))
+        run(runner, together, 6, chunk=lambda counts=counts: next(counts))
+        for one, other in zip(together, alone, strict=True):
+            assert one.sampled == other.sampled, f"{backend.name}: {one.uid}"
 
 
 def random_model(folder: Path) -> str:

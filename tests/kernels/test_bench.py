@@ -224,6 +224,16 @@ def test_a_failed_row_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys:
     assert command.main(["--tiny", "--no-torch"]) == 0
 
 
+def test_skipped_rows_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    limits = {"copy": 1e9, "matmul": 1e9, "copy_memcpy": 1e9, "copy_kernel": 1e9, "device": {}, "number": 0}
+    late = {"case": "c", "backend": "xla", "status": "skipped", "reason": "out of time"}
+    monkeypatch.setattr(command, "run", lambda jobs, given: [dict(limits), dict(late), dict(late)])
+    assert command.main(["--tiny", "--no-torch"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["skipped"] == 2
+    assert told.err.splitlines()[-1] == "2 rows: 0 wrong or failed, 2 skipped"
+
+
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in for torch: the script measures whatever `scaled_dot_product_attention` is."""
     package = tmp_path / "torch"

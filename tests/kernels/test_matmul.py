@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +51,7 @@ def relative_error(
 ) -> float:
     """The largest difference from float64 numpy, over the largest result."""
     given, truth = jnp.asarray(x, dtype), dequantize(weight) if truth is None else truth
-    multiply = jax.jit(quant_matmul, static_argnames=("backend", "dtype"))
+    multiply = jax.jit(quant_matmul, static_argnames=("backend",))
     got = multiply(given, on_device(weight), backend=backend)
     assert got.dtype == given.dtype
     assert got.shape == (len(x), weight.outputs)
@@ -191,3 +197,33 @@ def test_who_serves_where() -> None:
     for device in (ampere, rocm):
         with pytest.raises(NotImplementedError, match=r"fp8 weights need compute capability 8\.9"):
             resolve_matmul("fp8", device)
+
+
+def test_without_pallas_triton_int4_is_multiplied_by_xla() -> None:
+    """JAX has deprecated it: the day it is gone, the package must import, and everything else run."""
+    script = """
+        import sys
+        class Gone:
+            def find_spec(self, name, path=None, target=None):
+                if name == "jax.experimental.pallas.triton":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Gone())
+        import pallas_kernels
+        assert "jax.experimental.pallas" not in sys.modules, "Pallas is imported before anyone asks for it"
+        import jaxinfer.model.kv
+        from pallas_kernels import Backend, Device, Geometry, matmul
+        h200 = Device("gpu", (9, 0), "NVIDIA H200", 132)
+        print(pallas_kernels.resolve_matmul("int4", h200).name)
+        print(matmul.kernel_unsupported(Backend("pallas_triton", h200), "int4"))
+        print(pallas_kernels.backends(h200, Geometry(32, 8, 128, 16))["pallas_triton"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=Path(__file__).parents[2], capture_output=True,
+        text=True, timeout=120, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    name, product, attention = done.stdout.splitlines()
+    assert name == "xla"
+    for reason in (product, attention):
+        assert reason.startswith("cannot be imported with jax")
+        assert "triton" in reason

@@ -16,7 +16,8 @@ from pallas_kernels import Backend, Device, Geometry, Rule, pallas_mosaic, palla
 from pallas_kernels.pallas_triton.blocking import decode_blocking, tuned
 
 KEY = tuning.geometry_key(Geometry(32, 8, 128, 16), 64)
-ENTRY = {"parameters": {"splits": 8}, "seconds": 1e-3, "beside": 2e-3, "date": "2026-12-01", "jax": "0.11.2"}
+SIZES = {"keys": 128, "warps": 4, "stages": 3}
+ENTRY = {"parameters": SIZES, "seconds": 1e-3, "beside": 2e-3, "date": "2026-12-01", "jax": "0.11.2"}
 
 
 @pytest.fixture
@@ -42,12 +43,12 @@ def test_the_table_of_the_package_is_whole() -> None:
 
 def test_lookup_is_exact(table: Path) -> None:
     del table
-    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == {"splits": 8}
+    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == SIZES
     assert tuning.lookup("NVIDIA A100", "pallas_triton.decode", KEY) == {}
     assert tuning.lookup("NVIDIA H200", "pallas_triton.prefill", KEY) == {}
     assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY + "-other") == {}
-    tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY)["splits"] = 3  # a copy
-    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == {"splits": 8}
+    tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY)["keys"] = 3  # a copy
+    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == SIZES
 
 
 def test_keys_tell_shapes_and_rows_apart() -> None:
@@ -68,18 +69,18 @@ def test_keys_tell_shapes_and_rows_apart() -> None:
 
 def test_a_trial_is_for_one_operation_and_ends(table: Path) -> None:
     del table
-    with tuning.trial("pallas_triton.decode", KEY, {"splits": 2}):
-        assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == {"splits": 2}
+    with tuning.trial("pallas_triton.decode", KEY, {"keys": 32}):
+        assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == {"keys": 32}
         assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", "other") == {}
-    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == {"splits": 8}
+    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == SIZES
 
 
 def test_records_add_up_and_replace(table: Path) -> None:
-    other: dict[str, Any] = {**ENTRY, "parameters": {"splits": 4}}
+    other: dict[str, Any] = {**ENTRY, "parameters": {**SIZES, "stages": 5}}
     tuning.record(table, "NVIDIA H200", "pallas_triton.decode", KEY, other)
     tuning.record(table, "NVIDIA L4", "pallas_triton.decode", KEY, ENTRY)
-    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == {"splits": 4}
-    assert tuning.lookup("NVIDIA L4", "pallas_triton.decode", KEY) == {"splits": 8}
+    assert tuning.lookup("NVIDIA H200", "pallas_triton.decode", KEY) == {**SIZES, "stages": 5}
+    assert tuning.lookup("NVIDIA L4", "pallas_triton.decode", KEY) == SIZES
 
 
 H200 = Device("gpu", (9, 0), "NVIDIA H200", 132)
@@ -123,10 +124,8 @@ def test_what_the_backends_would_try_is_what_they_can_be_told(module: Any) -> No
 
 def test_what_was_not_measured_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    path.write_text(
-        json.dumps({"NVIDIA H200": {"pallas_triton.decode": {KEY: {"parameters": {"splits": 8}}}}})
-    )
+    path.write_text(json.dumps({"NVIDIA H200": {"pallas_triton.decode": {KEY: {"parameters": SIZES}}}}))
     with pytest.raises(ValueError, match="lacks seconds, beside, date, jax"):
         tuning.read(path)
     with pytest.raises(AssertionError, match="an entry has"):
-        tuning.record(tmp_path / "new.json", "NVIDIA H200", "x", KEY, {"parameters": {"splits": 8}})
+        tuning.record(tmp_path / "new.json", "NVIDIA H200", "x", KEY, {"parameters": SIZES})

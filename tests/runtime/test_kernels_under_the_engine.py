@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from driving import run, texts
 from tiny import GOLDEN, TINY, assert_idle, engine_over, greedy, prompts, tiny_config, tiny_runner, token_ids
 
 import pallas_kernels
 from jaxinfer import LLM
-from jaxinfer.config import ModelConfig, StepShape
-from jaxinfer.core import ConfigError, RequestOutput
+from jaxinfer.config import LayerConfig, ModelConfig, StepShape, invariant_ladder
+from jaxinfer.core import ConfigError, RequestOutput, SamplingParams
 from pallas_kernels import CPU, Backend, Geometry
 
 pytestmark = [
@@ -19,6 +22,8 @@ pytestmark = [
 
 TRITON = Backend("pallas_triton", CPU, interpret=True)
 LENGTHS = [5, 30, 17]
+MIXED = tiny_config(layers=(LayerConfig(num_kv_heads=2), LayerConfig(num_kv_heads=4)))
+"""Layers whose kernels want query tiles of other sizes, which one batch serves."""
 
 
 def ladder(backend: Backend, config: ModelConfig, kv_dtype: str) -> tuple[StepShape, ...]:
@@ -44,13 +49,44 @@ def chosen(outputs: list[RequestOutput]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("config", "kv_dtype"),
-    [(TINY, "float32"), (tiny_config(window=12), "float32"), (TINY, "int8"), (TINY, "float8_e4m3fn")],
-    ids=["float32", "window", "int8", "float8"],
+    [
+        (TINY, "float32"),
+        (tiny_config(window=12), "float32"),
+        (MIXED, "float32"),
+        (TINY, "int8"),
+        (TINY, "float8_e4m3fn"),
+    ],
+    ids=["float32", "window", "mixed layers", "int8", "float8"],
 )
 def test_triton_gives_the_ids_of_xla(config: ModelConfig, kv_dtype: str) -> None:
     got, expected = answers(TRITON, config, kv_dtype), answers(Backend("xla"), config, kv_dtype)
     assert token_ids(got) == token_ids(expected)
     np.testing.assert_allclose(chosen(got), chosen(expected), atol=1e-3)
+
+
+def tiles_of(backend: Backend, kv_heads: int) -> tuple[int, ...]:
+    return pallas_kernels.query_tiles(backend, Geometry(8, kv_heads, 16, 8, "float32", "float32"))
+
+
+def test_the_mixed_layers_want_other_tiles() -> None:
+    assert tiles_of(TRITON, 2) != tiles_of(TRITON, 4)
+
+
+@pytest.mark.parametrize("config", [TINY, MIXED, tiny_config(window=19)], ids=["plain", "mixed", "window"])
+def test_triton_under_the_invariant_ladder(config: ModelConfig) -> None:
+    """The same rows in two chunkings, alone and together: ids and logprobs are equal to the last bit."""
+    ladder = invariant_ladder(4, 32, min(tiles_of(TRITON, 2), tiles_of(TRITON, 4)))
+    runner = tiny_runner(config, ladder=ladder, backend=TRITON)
+    batch = prompts([5, 44, 17])
+    asked = [SamplingParams(temperature=t, logprobs=2) for t in (0, 0.8, 1)]
+    alone = texts(runner, batch, asked)
+    for text in alone:
+        run(runner, [text], 6)
+    together, counts = texts(runner, batch, asked, seed=1), itertools.cycle((1, 7, 16, 3))
+    run(runner, together, 6, chunk=lambda: next(counts))
+    for one, other in zip(together, alone, strict=True):
+        assert len(one.sampled) == 6
+        assert one.sampled == other.sampled, f"text {one.uid}"
 
 
 def test_interpret_kernels_is_a_field_of_the_engine() -> None:

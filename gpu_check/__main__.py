@@ -4,7 +4,8 @@
 
 Each case is compiled in a process of its own. A failure: registers spilled, pages not written in place,
 copies of pages or weights, more launches or temporary memory than the case's budget, over 60 s of compiling,
-more shared memory than the target has, a compiler that dies. Needs the extra [gpu-check]; no GPU, no driver.
+more memory or shared memory than the target has, a kernel that is not there, a compiler that dies. Needs the
+extra [gpu-check]; no GPU, no driver.
 The exit status is 0 when all is well, 1 with failures, 2 where nothing can be compiled.
 """
 
@@ -51,8 +52,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 COLUMNS = (
-    ("target", 7), ("case", 44), ("compile s", 9), ("launches", 8), ("loops", 5), ("copies", 6),
-    ("pool MiB", 8), ("aliased MiB", 11), ("temp MiB", 9), ("kernels", 7), ("regs", 4), ("spill B", 7),
+    ("target", 6), ("case", 52), ("compile s", 9), ("launches", 8), ("loops", 5), ("copies", 6),
+    ("args MiB", 8), ("pool MiB", 8), ("aliased MiB", 11), ("temp MiB", 9), ("kernels", 7), ("regs", 4),
+    ("spill B", 7),
 )  # fmt: skip
 
 
@@ -61,8 +63,9 @@ def line(report: Report) -> str:
     mib = 1 << 20
     values = (
         report.target, report.case, f"{report.compile_s:.1f}", report.launches, report.loops,
-        len(report.copies), f"{report.pool_bytes / mib:.1f}", f"{report.aliased_bytes / mib:.1f}",
-        f"{report.temp_bytes / mib:.2f}", len(report.kernels), report.most_registers, report.spill_bytes,
+        len(report.copies), f"{report.argument_bytes / mib:.1f}", f"{report.pool_bytes / mib:.1f}",
+        f"{report.aliased_bytes / mib:.1f}", f"{report.temp_bytes / mib:.2f}",
+        len(report.kernels), report.most_registers, report.spill_bytes,
     )  # fmt: skip
     texts = [
         f"{value!s:<{width}}" if index < 2 else f"{value!s:>{width}}"
@@ -110,9 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root = options.keep or Path(scratch)
         folders = [root / target / name.replace("/", ".") for name, target in wanted]
         jobs = [
-            pool.submit(check, name, target, CASES[name].budget, folder)
+            pool.submit(
+                check, name, target, CASES[name].budget, folder,
+                expected=CASES[name].kernels(TARGETS[target]),
+            )
             for (name, target), folder in zip(wanted, folders, strict=True)
-        ]
+        ]  # fmt: skip
         for job in jobs:
             report = job.result()
             reports.append(report)

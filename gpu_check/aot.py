@@ -36,15 +36,20 @@ SHARED_MEMORY = (
 @dataclass(frozen=True, slots=True)
 class Program:
     """What is compiled: as `runtime.programs.Source`, from ShapeDtypeStructs. The arguments `pool` must come
-    back in place. `least` bytes make an argument one that must not be copied: those of one layer's K, or of
-    the smallest weight matrix."""
+    back in place. `least` bytes make an argument one that must not be copied, and a buffer made of it a copy:
+    see `least_copy`."""
 
     function: Any
     arguments: tuple[Any, ...]
     donate: tuple[int, ...] = ()
     pool: tuple[int, ...] = ()
     least: int = 1 << 20
-    layers: int = 1
+
+
+def least_copy(*large: Any) -> int:
+    """`least` for a program with these pages and matrices: half of the smallest array. Half, because to
+    gather nearly all pages, or to widen one half of a weight, costs what a copy does."""
+    return min(x.size * x.dtype.itemsize for x in jax.tree.leaves(large)) // 2
 
 
 def toolkit() -> Path | None:
@@ -95,7 +100,7 @@ def compile_program(program: Program, target: Target) -> tuple[jax.stages.Compil
 
 def examine(case: str, program: Program, target: Target, folder: Path) -> Report:
     """Compile and read everything that the compiler says; dumps must go to `folder`."""
-    found = Report(case, target.name, jax.__version__, layers=program.layers)
+    found = Report(case, target.name, jax.__version__)
     try:
         compiled, found.compile_s = compile_program(program, target)
     except Exception as error:

@@ -5,297 +5,227 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-import pallas_kernels
 from gpu_check.aot import Program
 from gpu_check.budgets import Budget
+from gpu_check.programs import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    Engine,
+    Load,
+    attention,
+    copying,
+    other,
+    product,
+    step,
+    writing,
+)
+from gpu_check.report import Expected
 from gpu_check.targets import CHECKED, Target
-from jaxinfer.config import ModelConfig, SampleShape, shape_ladder
-from jaxinfer.model.kv import create_kv
-from jaxinfer.model.llama import Build, abstract_model
-from jaxinfer.presets import PRESETS
-from jaxinfer.runtime.programs import COPY, SCORE, Bucket, Programs
-from pallas_kernels.batch import tile_capacity
-from pallas_kernels.matmul import quant_matmul, resolve_matmul
-from pallas_kernels.quantized import Format, QuantizedWeight, int4_group
-
-MODEL = "llama3-8b"
-MOST_ROWS, MOST_TOKENS, PAGE_SIZE, MAX_MODEL_LEN = 64, 2048, 16, 8192
-"""Of the engine whose steps are compiled."""
-POOL_PAGES = {"l4": 2048}
-"""Pages of that engine where 4096 (8 GiB beside 15 GiB of weights) are too many."""
+from jaxinfer.config import SampleShape
+from jaxinfer.config.steps import FEW_CHANGES
+from jaxinfer.runtime.programs import COPY, SCORE
+from pallas_kernels.quantized import Format
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`program` makes what is compiled for a target, within `budget`, on each of `targets`."""
+    """`program` makes what is compiled for a target, within `budget`, on each of `targets`; `kernels` gives
+    those that must be found in it."""
 
     name: str
     program: Callable[[Target], Program]
     budget: Budget
     targets: tuple[str, ...] = CHECKED
+    kernels: Callable[[Target], tuple[Expected, ...]] = lambda target: ()
 
 
-def device_of(target: Target) -> pallas_kernels.Device:
-    return pallas_kernels.Device("gpu", target.capability, target.kind, target.cores)
+def attention_kernels(backend: str, decodes: bool, chunks: bool, target: Target) -> tuple[Expected, ...]:
+    """What a batch with rows of one query, with chunks, or with both launches on a target."""
+    hopper = target.capability[0] == 9
+    names: dict[str, tuple[str, str]] = {
+        "pallas_mosaic": ("paged_decode", "ragged_prefill_wgmma" if hopper else "ragged_prefill_mma"),
+        "pallas_triton": ("paged_decode", "paged_prefill"),
+    }
+    if backend not in names:
+        return ()  # XLA's own
+    maker = "mosaic" if backend == "pallas_mosaic" else "triton"
+    wanted = zip(names[backend], (decodes, chunks), strict=True)
+    return tuple(Expected(maker, name) for name, is_wanted in wanted if is_wanted)
 
 
 # ------------------------------------------------------------------------------------ kernels alone
 
-HEADS, KV_HEADS, WIDTH = 32, 8, 128  # N, K, H of Llama 3 8B
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A batch for attention alone: `decode_rows` rows of one query and `chunks` rows that share
-    `chunk_tokens`, each with up to `context` keys, in pages of `page_size`."""
-
-    name: str
-    decode_rows: int
-    chunk_tokens: int
-    chunks: int
-    context: int
-    page_size: int = 64
-
-
 LOADS = (
     Load("decode-64x8k", 64, 0, 0, 8192),
     Load("decode-1x128k", 1, 0, 0, 131072),
-    Load("prefill-2048", 0, 2048, 1, 8192),
     Load("prefill-8192", 0, 8192, 4, 32768),
     Load("mixed-64+512", 64, 512, 2, 8192, page_size=16),
 )
 
+FLOAT8 = tuple(name for name in CHECKED if name != "a100")  # an instruction of 8.9 and above
+FEW = ("h200", "l4")
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An attention backend, the types of pages that it must serve, each on which targets, and with which of
-    LOADS. `launches` and `temp_mib` are its budget for one call."""
+    """An attention backend, the types of pages that it must serve, each on which targets, and what one call
+    may cost with each of LOADS that it is compiled for."""
 
     backend: str
     kv_dtypes: dict[str, tuple[str, ...]]
-    launches: int
-    temp_mib: float
-    loads: tuple[str, ...] = tuple(load.name for load in LOADS)
+    budgets: dict[str, Budget]
 
-
-ALL_KV = ("bfloat16", "int8", "float8_e4m3fn")
-NO_FLOAT8 = {"a100"}  # an instruction of 8.9 and above
 
 KERNELS = (
-    Kernel("pallas_mosaic", {"bfloat16": CHECKED}, launches=12, temp_mib=96),
+    Kernel(
+        "pallas_mosaic",
+        {"bfloat16": CHECKED},
+        {
+            "decode-64x8k": Budget(2, temp_mib=4),
+            "decode-1x128k": Budget(2, temp_mib=2),
+            "prefill-8192": Budget(10, temp_mib=70, on={"h200": Budget(7, temp_mib=1)}),
+            "mixed-64+512": Budget(11, temp_mib=8, on={"h200": Budget(9, temp_mib=8)}),
+        },
+    ),
     Kernel(
         "pallas_triton",
+        {"bfloat16": CHECKED, "int8": CHECKED, "float8_e4m3fn": FLOAT8},
         {
-            "bfloat16": CHECKED,
-            "int8": CHECKED,
-            "float8_e4m3fn": tuple(name for name in CHECKED if name not in NO_FLOAT8),
+            "decode-64x8k": Budget(2, temp_mib=4),
+            "decode-1x128k": Budget(2, temp_mib=2),
+            "prefill-8192": Budget(2, temp_mib=1),
+            "mixed-64+512": Budget(6, temp_mib=4, on=dict.fromkeys(("a100", "l4"), Budget(4, temp_mib=1))),
         },
-        launches=6,
-        temp_mib=96,
     ),
     # In bfloat16 it is what whole steps are compiled with.
     Kernel(
-        "xla", dict.fromkeys(ALL_KV[1:], CHECKED), launches=76, temp_mib=320,
-        loads=("decode-64x8k", "prefill-8192"),
+        "xla",
+        {"int8": FEW, "float8_e4m3fn": FEW},
+        {"decode-64x8k": Budget(32, temp_mib=25), "prefill-8192": Budget(82, temp_mib=300)},
     ),
-)  # fmt: skip
+)
 
-
-def attention(backend: str, load: Load, kv_dtype: str, target: Target) -> Program:
-    """Attention alone. Raises NotImplementedError where the backend refuses."""
-    device = device_of(target)
-    geometry = pallas_kernels.Geometry(HEADS, KV_HEADS, WIDTH, load.page_size, "bfloat16", kv_dtype)
-    chosen = pallas_kernels.resolve_backend(backend, device, geometry)
-    sizes = pallas_kernels.query_tiles(chosen, geometry)
-    capacity = tile_capacity(load.chunk_tokens, load.chunks, sizes)
-    rows, tokens = load.decode_rows + load.chunks, load.decode_rows + load.chunk_tokens
-    table = load.context // load.page_size
-    num_pages = 1 + rows * table
-    batch = pallas_kernels.RaggedBatch(
-        integers(tokens), integers(tokens), integers(rows, table), integers(rows),
-        tuple(integers(room, 3) for room in capacity), integers(len(sizes)), sizes,
-    )  # fmt: skip
-    function = functools.partial(
-        pallas_kernels.paged_attention,
-        decode_rows=load.decode_rows, rule=pallas_kernels.Rule(WIDTH**-0.5), backend=chosen,
-    )  # fmt: skip
-    pages = pages_of(num_pages, load.page_size, kv_dtype)
-    q = jax.ShapeDtypeStruct((tokens, HEADS, WIDTH), jnp.bfloat16)
-    # The queries of a long chunk may be larger than the pool, and are no pool: moving them is no copy.
-    return Program(function, (q, pages, pages, batch), least=max(values_bytes(pages), size_of(q) + 1))
-
-
-FORMATS: dict[Format, tuple[str, ...]] = {
-    "int8": CHECKED,
-    "int4": CHECKED,
-    "fp8": tuple(name for name in CHECKED if name not in NO_FLOAT8),
-}
+FORMATS: dict[Format, tuple[str, ...]] = {"int8": CHECKED, "int4": CHECKED, "fp8": FLOAT8}
 """Of weights, each with the targets that must multiply them."""
+PRODUCT = Budget(1, temp_mib=8)
+"""Of a product with a weight of few bits: no number of rows needs any memory, and a whole copy of the weight
+in bfloat16 is 224 MiB."""
+WRITES = {"bfloat16": (1, 2), "int8": (4, 4), "float8_e4m3fn": (1, 2)}
+"""Most launches of write_kv and of copy_pages by type of pages: scales are arrays of their own."""
 
 
-def product(format: Format, rows: int, target: Target) -> Program:
-    """x times the quantised gate and up weight of Llama 3 8B."""
-    outputs, inputs = 28672, 4096
-    weight = jax.eval_shape(lambda: _weight(format, outputs, inputs))
-    function = functools.partial(quant_matmul, backend=resolve_matmul(format, device_of(target)))
-    x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-    return Program(function, (x, weight), least=size_of(weight.values))
-
-
-def _weight(format: Format, outputs: int, inputs: int) -> QuantizedWeight:
-    """Zeros, laid out as pallas_kernels.quantized tells."""
-    if format == "int4":
-        group = int4_group(inputs)
-        assert group is not None
-        values = jnp.zeros((outputs, inputs // 2), jnp.uint8)
-        return QuantizedWeight(values, jnp.zeros((inputs // group, outputs), jnp.float32))
-    dtype = jnp.int8 if format == "int8" else jnp.float8_e4m3fn
-    return QuantizedWeight(jnp.zeros((outputs, inputs), dtype), jnp.zeros((outputs,), jnp.float32))
-
-
-def writing(kv_dtype: str, tokens: int, target: Target) -> Program:
-    """This step's K into a donated pool."""
-    pages = pages_of(4096, PAGE_SIZE, kv_dtype)
-    new = jax.ShapeDtypeStruct((tokens, KV_HEADS, WIDTH), jnp.bfloat16)
-    arguments = (pages, new, integers(tokens), integers(tokens))
-    return Program(pallas_kernels.write_kv, arguments, donate=(0,), pool=(0,), least=values_bytes(pages))
-
-
-def copying(kv_dtype: str, target: Target) -> Program:
-    pages = pages_of(4096, PAGE_SIZE, kv_dtype)
-    arguments = (pages, integers(64), integers(64))
-    return Program(pallas_kernels.copy_pages, arguments, donate=(0,), pool=(0,), least=values_bytes(pages))
-
-
-def integers(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def size_of(x: Any) -> int:
-    return x.size * x.dtype.itemsize
-
-
-def values_bytes(pages: Any) -> int:
-    """Of one layer's K or V, without scales."""
-    return size_of(pages.values if isinstance(pages, pallas_kernels.QuantizedPages) else pages)
-
-
-def pages_of(num_pages: int, page_size: int, kv_dtype: str) -> Any:
-    return jax.eval_shape(
-        lambda: pallas_kernels.create_pages(num_pages, KV_HEADS, page_size, WIDTH, kv_dtype)
-    )
+def _kernels() -> Iterator[Case]:
+    loads = {load.name: load for load in LOADS}
+    for kernel in KERNELS:
+        for kv_dtype, targets in kernel.kv_dtypes.items():
+            for name, budget in kernel.budgets.items():
+                load = loads[name]
+                yield Case(
+                    f"attention/{kernel.backend}/{kv_dtype}/{name}",
+                    functools.partial(attention, kernel.backend, load, kv_dtype),
+                    budget,
+                    targets,
+                    functools.partial(
+                        attention_kernels, kernel.backend, load.decode_rows > 0, load.chunk_tokens > 0
+                    ),
+                )
+    for kv_dtype, (writes, copies) in WRITES.items():
+        written = functools.partial(writing, kv_dtype, MOST_TOKENS)
+        yield Case(f"write_kv/{kv_dtype}", written, Budget(writes, temp_mib=1))
+        copied = functools.partial(copying, kv_dtype)
+        yield Case(f"copy_pages/{kv_dtype}", copied, Budget(copies, temp_mib=3))
+    for format, targets in FORMATS.items():
+        names = (Expected("triton", "int4_matmul"),) if format == "int4" else ()
+        for rows in (1, 64, 2048):
+            yield Case(
+                f"quant_matmul/{format}/{rows}",
+                functools.partial(product, format, rows),
+                PRODUCT,
+                targets,
+                lambda target, names=names: names,
+            )
 
 
 # ------------------------------------------------------------------------------------ the engine's programs
 
+STEPS: dict[str, tuple[int, int]] = {
+    "decode-1": (1, 1),
+    "decode-64": (64, 64),
+    "decode-256": (MOST_ROWS, MOST_ROWS),
+    "prefill-2048": (MOST_TOKENS, 0),
+    "full": (MOST_TOKENS + MOST_ROWS, MOST_ROWS),
+}
+"""Buckets of forward passes by (T, decode rows); full is the largest that there is."""
+
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A forward pass by (T, decode rows), and what it may cost with each attention backend."""
+class Whole:
+    """A step of an engine, and (launches, temporary MiB) `measured` on each target that it is compiled for.
+    What no GPU would choose for itself is compiled for fewer: each takes some ten seconds of CI."""
 
-    name: str
-    tokens: int
-    decode_rows: int
-    budgets: dict[str, Budget]
+    step: str
+    engine: Engine
+    measured: dict[str, tuple[int, float]]
+
+    @property
+    def budget(self) -> Budget:
+        each = {target: Budget.measured(*needed) for target, needed in self.measured.items()}
+        return Budget(0, temp_mib=0, on=each)
 
 
-PALLAS = ("pallas_mosaic", "pallas_triton")
-STEPS = (
-    Step("decode-1", 1, 1, {
-        "xla": Budget(50, 38, temp_mib=8), **dict.fromkeys(PALLAS, Budget(50, 18, temp_mib=8)),
+MOSAIC, TRITON, XLA = Engine("pallas_mosaic"), Engine("pallas_triton"), Engine("xla")
+TRITON_INT8, TRITON_FLOAT8 = Engine("pallas_triton", "int8"), Engine("pallas_triton", "float8_e4m3fn")
+INT8_WEIGHTS, INT4_WEIGHTS = Engine("pallas_mosaic", weights="int8"), Engine("pallas_mosaic", weights="int4")
+
+WHOLE = (
+    Whole("decode-1", MOSAIC, {"h200": (515, 0.2), "a100": (484, 0.1), "l4": (486, 0.1), "b200": (483, 0.2)}),
+    Whole("decode-64", MOSAIC, {
+        "h200": (452, 9.1), "a100": (419, 12.6), "l4": (421, 5.6), "b200": (452, 9.1),
     }),
-    Step("decode-64", 64, 64, {
-        "xla": Budget(50, 38, temp_mib=32), **dict.fromkeys(PALLAS, Budget(50, 18, temp_mib=32)),
+    Whole("decode-256", MOSAIC, {"h200": (387, 31.2), "l4": (359, 21.2)}),
+    Whole("prefill-2048", MOSAIC, {
+        "h200": (391, 168.6), "a100": (397, 168.1), "l4": (399, 168.2), "b200": (395, 168.7),
     }),
-    Step("prefill-2048", 2048, 0, {
-        "xla": Budget(80, 92, temp_mib=256), **dict.fromkeys(PALLAS, Budget(80, 18, temp_mib=384)),
+    Whole("full", MOSAIC, {
+        "h200": (455, 190.3), "a100": (428, 189.4), "l4": (430, 189.9), "b200": (426, 190.4),
     }),
-    Step("mixed-64+512", 576, 64, {
-        "xla": Budget(80, 120, temp_mib=128), **dict.fromkeys(PALLAS, Budget(80, 20, temp_mib=128)),
-    }),
+    Whole("decode-1", TRITON, {"h200": (516, 0.2), "l4": (487, 0.1)}),
+    Whole("full", TRITON, {"h200": (455, 191.2), "l4": (521, 190.7)}),
+    Whole("decode-64", TRITON_INT8, {"h200": (583, 9.2)}),
+    Whole("full", TRITON_INT8, {"h200": (585, 191.2)}),
+    Whole("decode-64", TRITON_FLOAT8, {"h200": (454, 9.2)}),
+    Whole("decode-64", XLA, {"h200": (1002, 10.2)}),
+    Whole("prefill-2048", XLA, {"h200": (2410, 169.6)}),
+    Whole("decode-1", INT8_WEIGHTS, {"h200": (515, 0.2)}),
+    Whole("decode-1", INT4_WEIGHTS, {"h200": (515, 0.2)}),
 )  # fmt: skip
-FEW = ("h200", "l4")
-STEP_TARGETS = {"pallas_mosaic": CHECKED, "pallas_triton": FEW, "xla": ("h200",)}
-"""What no GPU would choose for itself is compiled for fewer: each compile is some ten seconds of CI."""
-KV_DTYPES = ("bfloat16",)
-"""Of the pools of whole steps."""
 
 
-@functools.cache
-def programs(backend: str, kv_dtype: str, target: Target) -> Programs:
-    """The programs of an engine for MODEL on a target, as `runtime.loading.load` would make them."""
-    config = ModelConfig.from_hf(PRESETS[MODEL])
-    geometry = pallas_kernels.Geometry(
-        config.num_heads, config.layers[0].num_kv_heads, config.head_dim, PAGE_SIZE, "bfloat16", kv_dtype
-    )
-    chosen = pallas_kernels.resolve_backend(backend, device_of(target), geometry)
-    graph, state = abstract_model(config, Build(jnp.dtype("bfloat16"), "gpu", chosen))
-    pages = POOL_PAGES.get(target.name, 4096)
-    kv = jax.eval_shape(lambda: create_kv(config, pages, PAGE_SIZE, jnp.dtype(kv_dtype)))
-    tiles = pallas_kernels.query_tiles(chosen, geometry)
-    ladder = shape_ladder(MOST_ROWS, MOST_TOKENS, tiles, "gpu")
-    return Programs(
-        config, graph, state, kv, ladder, table_width=MAX_MODEL_LEN // PAGE_SIZE, platform="gpu",
-        most_changes=MAX_MODEL_LEN, sampled_vocab=config.vocab_size,
-    )  # fmt: skip
+def step_kernels(whole: Whole, target: Target) -> tuple[Expected, ...]:
+    tokens, decode_rows = STEPS[whole.step]
+    found = attention_kernels(whole.engine.backend, decode_rows > 0, decode_rows < tokens, target)
+    return (*found, Expected("triton", "int4_matmul")) if whole.engine.weights == "int4" else found
 
 
-def step(shape: tuple[int, int], backend: str, kv_dtype: str, target: Target) -> Program:
-    made = programs(backend, kv_dtype, target)
-    (bucket,) = [each for each in made.ladder if (each.tokens, each.decode_rows) == shape]
-    source = made.source(bucket)
-    pages = source.arguments[1].k[0]
-    matrices = [size_of(x) for x in made.leaves if x.ndim > 1]
-    least = min(values_bytes(pages), *matrices)
-    return Program(source.function, source.arguments, source.donate, (1,), least, len(source.arguments[1].k))
-
-
-def other(bucket: Bucket, target: Target) -> Program:
-    """The engine's programs besides the forward pass."""
-    made = programs("xla", "bfloat16", target)
-    source = made.source(bucket)
-    leaves = jax.tree.leaves(source.arguments[0])
-    least = min(size_of(x) for x in leaves if x.ndim > 1)
-    pool = (0,) if bucket == COPY else ()
-    return Program(source.function, source.arguments, source.donate, pool, least)
-
-
-# ------------------------------------------------------------------------------------ all of them
-
-
-def _cases() -> Iterator[Case]:
-    for kernel in KERNELS:
-        for kv_dtype, targets in kernel.kv_dtypes.items():
-            for load in (load for load in LOADS if load.name in kernel.loads):
-                yield Case(
-                    f"attention/{kernel.backend}/{kv_dtype}/{load.name}",
-                    functools.partial(attention, kernel.backend, load, kv_dtype),
-                    Budget(kernel.launches, temp_mib=kernel.temp_mib),
-                    targets,
-                )
-    for kv_dtype in ALL_KV:
-        yield Case(f"write_kv/{kv_dtype}", functools.partial(writing, kv_dtype, 2048), Budget(8, temp_mib=32))
-        yield Case(f"copy_pages/{kv_dtype}", functools.partial(copying, kv_dtype), Budget(8, temp_mib=32))
-    for format, targets in FORMATS.items():
-        for rows in (1, 64, 2048):
-            program = functools.partial(product, format, rows)
-            yield Case(f"quant_matmul/{format}/{rows}", program, Budget(6, temp_mib=240), targets)
-    for each in STEPS:
-        for backend, budget in each.budgets.items():
-            for kv_dtype in KV_DTYPES:
-                shape = (each.tokens, each.decode_rows)
-                program = functools.partial(step, shape, backend, kv_dtype)
-                yield Case(f"step/{backend}/{kv_dtype}/{each.name}", program, budget, STEP_TARGETS[backend])
-    for rows, changes in ((1, 0), (MOST_ROWS, 0), (MOST_ROWS, MOST_ROWS * 512)):
+def _programs() -> Iterator[Case]:
+    for whole in WHOLE:
+        yield Case(
+            f"step/{whole.engine}/{whole.step}",
+            functools.partial(step, *STEPS[whole.step], whole.engine),
+            whole.budget,
+            tuple(whole.measured),
+            functools.partial(step_kernels, whole),
+        )
+    for rows, changes, budget in (
+        (1, 0, Budget(84, temp_mib=4)),
+        (MOST_ROWS, 0, Budget(90, temp_mib=780)),
+        (MOST_ROWS, MOST_ROWS * FEW_CHANGES, Budget(94, temp_mib=780)),
+    ):
         program = functools.partial(other, SampleShape(rows, changes))
-        yield Case(f"choose/{rows}x{changes}", program, Budget(100, temp_mib=256), FEW)
-    yield Case("score", functools.partial(other, SCORE), Budget(60, temp_mib=128), FEW)
-    yield Case("copy", functools.partial(other, COPY), Budget(80, temp_mib=128), FEW)
+        yield Case(f"choose/{rows}x{changes}", program, budget, FEW)
+    yield Case("score", functools.partial(other, SCORE), Budget(50, temp_mib=100), FEW)
+    yield Case("copy", functools.partial(other, COPY), Budget(70, temp_mib=400), FEW)
 
 
-CASES = {case.name: case for case in _cases()}
+CASES = {case.name: case for case in (*_kernels(), *_programs())}

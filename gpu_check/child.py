@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu_check.budgets import Budget, failures
-from gpu_check.report import Report
+from gpu_check.report import Expected, Report
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 180
@@ -72,6 +72,7 @@ def check(
     folder: Path,
     program: Sequence[str] = ("-m", "gpu_check.aot"),
     timeout: float = TIMEOUT_S,
+    expected: Sequence[Expected] = (),
 ) -> Report:
     """Compile one case for one target in a child, `python PROGRAM CASE TARGET FOLDER`, and judge it."""
     folder = folder.absolute()
@@ -83,5 +84,5 @@ def check(
     else:
         kind, text = ended(status, output, timeout)
         report = Report(case, target, error_kind=kind, error=text)
-    report.failures = failures(report, budget)
+    report.failures = failures(report, budget, expected)
     return report

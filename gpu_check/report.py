@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 CONTAINERS = {
     "kAsyncDone", "kAsyncStart", "kCommandBuffer", "kConditional", "kDynamicSlice", "kDynamicSliceFusion",
@@ -37,6 +37,23 @@ class Kernel:
     shared_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A kernel that a program must launch, as `pallas_call` or `plgpu.kernel` was told its name."""
+
+    maker: Literal["triton", "mosaic"]
+    name: str
+
+    def is_it(self, kernel: Kernel) -> bool:
+        """XLA assembles Triton's kernels with its own, and may number them; Mosaic's are NAME_0:NAME_..."""
+        if self.maker == "mosaic":
+            return kernel.maker == "mosaic" and re.match(rf"{self.name}_\d+:", kernel.name) is not None
+        return kernel.maker == "xla" and re.fullmatch(rf"{self.name}([._]\d+)*", kernel.name) is not None
+
+    def __str__(self) -> str:
+        return f"{self.maker} {self.name}"
+
+
 @dataclass(slots=True)
 class Report:
     """One program compiled for one target. Bytes of its buffers; `kinds` counts launches by kind of thunk, a
@@ -50,7 +67,6 @@ class Report:
     pool_bytes: int = 0
     aliased_bytes: int = 0
     temp_bytes: int = 0
-    layers: int = 1
     loops: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     copies: list[str] = field(default_factory=list)

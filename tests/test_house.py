@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxinfer", "pallas_kernels", "checkpoints")
+BESIDE = ("benchmarks", "gpu_check", "tests")  # they use the packages, and no package uses them
 MOST_LINES = 500
 
 # Room -> what it may import of the project besides itself. Arrows point down only.
@@ -62,6 +63,12 @@ def modules() -> list[tuple[str, Path]]:
             parts = path.relative_to(ROOT).with_suffix("").parts
             found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
     return found
+
+
+def files() -> list[Path]:
+    """Every Python file of the project."""
+    beside = [path for folder in BESIDE for path in (ROOT / folder).rglob("*.py")]
+    return [*(path for _, path in modules()), *beside, *ROOT.glob("*.py")]
 
 
 def imports_of(name: str, path: Path) -> set[str]:
@@ -135,10 +142,8 @@ def test_a_planted_import_is_seen(tmp_path: Path, room: str, line: str) -> None:
 
 def test_one_program_alone_imports_torch() -> None:
     """Not even what lies beside the packages does, and nothing imports that program."""
-    paths = [path for _, path in modules()]
-    paths += [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.py")]
     found = {}
-    for path in paths:
+    for path in files():
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         top_level = {module.partition(".")[0] for module in imports_of(name, path)}
         if wrong := top_level & EVERYWHERE_FORBIDDEN:
@@ -147,10 +152,14 @@ def test_one_program_alone_imports_torch() -> None:
     assert found == {RUNS_TORCH: {"torch"}}
 
 
+def test_every_folder_is_under_these_rules() -> None:
+    folders = {path.parent.name for path in ROOT.glob("[!.]*/*.py")}
+    assert folders <= {*PACKAGES, *BESIDE}
+    assert ROOT / "gpu_check" / "cases.py" in files()
+
+
 def test_files_stay_readable() -> None:
-    paths = [path for _, path in modules()]
-    paths += [*ROOT.glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    lines = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in paths}
+    lines = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in files()}
     too_long = {str(path): count for path, count in lines.items() if count > MOST_LINES}
     assert not too_long, f"over {MOST_LINES} lines: {too_long}"
     assert len((ROOT / "serve.py").read_text().splitlines()) <= 25

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from gpu_check.__main__ import has_plugin
-from gpu_check.budgets import Budget
+from gpu_check.budgets import Budget, failures
+from gpu_check.cases import CASES
 from gpu_check.child import check
-from gpu_check.report import Report
+from gpu_check.report import Expected, Report
 
 pytestmark = pytest.mark.skipif(
     not has_plugin(),
@@ -19,8 +20,11 @@ pytestmark = pytest.mark.skipif(
 PLANTED = Path(__file__).parent / "planted.py"
 
 
-def checked(name: str, folder: Path, target: str = "h200", budget: Budget | None = None) -> Report:
-    return check(name, target, budget or Budget(100, temp_mib=8), folder, (str(PLANTED),), timeout=120)
+def checked(
+    name: str, folder: Path, target: str = "h200", budget: Budget | None = None, *expected: Expected
+) -> Report:
+    budget = budget or Budget(100, temp_mib=8)
+    return check(name, target, budget, folder, (str(PLANTED),), timeout=120, expected=expected)
 
 
 def test_a_healthy_program_passes(tmp_path: Path) -> None:
@@ -43,9 +47,10 @@ def kinds(report: Report) -> set[str]:
         ("stacked_scan", "h200", {"copies"}),
         ("stacked_scan", "a100", {"copies"}),
         ("dequantised", "l4", {"copies"}),
+        ("scales_not_donated", "h200", {"alias"}),
+        ("scales_copied", "h200", {"copies"}),
+        ("gathered", "h200", {"copies"}),
         ("converted_weight", "h200", {"copies"}),
-        ("triton_spill", "h200", {"spills"}),
-        ("mosaic_spill", "h200", {"spills"}),
         ("mosaic_spill", "a100", {"spills"}),
         ("mosaic_shared", "l4", {"shared memory"}),
         ("dies", "h200", {"died"}),
@@ -60,8 +65,34 @@ def test_shared_memory_is_judged_by_the_target(tmp_path: Path) -> None:
     assert not checked("mosaic_shared", tmp_path, "h200").failures
 
 
+def test_int8_pages_are_written_in_place_with_their_scales(tmp_path: Path) -> None:
+    report = checked("int8_pages", tmp_path)
+    assert not report.failures
+    assert report.aliased_bytes == report.pool_bytes == 8 * 512 * 8 * 16 * (128 + 4)
+
+
+def test_a_widened_weight_is_over_the_budget_of_a_product(tmp_path: Path) -> None:
+    report = checked("widened_weight", tmp_path, budget=CASES["quant_matmul/int8/64"].budget)
+    assert {"copies", "temp"} <= kinds(report), report
+
+
+@pytest.mark.parametrize(("name", "maker"), [("mosaic_spill", "mosaic"), ("triton_spill", "triton")])
+def test_the_kernel_under_test_is_found_and_its_spills(name: str, maker: str, tmp_path: Path) -> None:
+    report = checked(name, tmp_path, "h200", None, Expected(maker, "planted"))
+    assert kinds(report) == {"spills"}, report
+    missing, spills = failures(report, Budget(100), [Expected(maker, "another")])
+    assert missing.startswith("missing: ")
+    assert spills.startswith("spills: ")
+
+
+def test_a_dump_that_is_missing_hides_no_spills(tmp_path: Path) -> None:
+    report = checked("undumped", tmp_path, "h200", None, Expected("mosaic", "planted"))
+    assert "spills" not in kinds(report)
+    assert "missing" in kinds(report)
+
+
 def test_a_budget_is_kept_to(tmp_path: Path) -> None:
-    report = checked("healthy", tmp_path, budget=Budget(0, per_layer=0.5, temp_mib=0, compile_s=0))
+    report = checked("healthy", tmp_path, budget=Budget(2, temp_mib=0, compile_s=0))
     assert {"launches", "slow"} <= kinds(report)
 
 

@@ -11,13 +11,13 @@ import pytest
 from gpu_check.__main__ import line, main, parse
 from gpu_check.budgets import MIB, Budget, failures
 from gpu_check.child import ended, run_child
-from gpu_check.report import Kernel, Report
+from gpu_check.report import Expected, Kernel, Report
 
 GOOD = Report(
-    "step", "l4", compile_s=7, pool_bytes=64 * MIB, aliased_bytes=64 * MIB, temp_bytes=MIB, layers=4,
+    "step", "l4", compile_s=7, pool_bytes=64 * MIB, aliased_bytes=64 * MIB, temp_bytes=MIB,
     kinds={"kCustomKernel": 40, "kCopy": 4}, kernels=[Kernel("k", "xla", 40, 0, 1000)],
 )  # fmt: skip
-BUDGET = Budget(launches=4, per_layer=10, temp_mib=1)
+BUDGET = Budget(launches=44, temp_mib=1)
 
 
 def test_a_good_report_has_no_failures() -> None:
@@ -33,6 +33,10 @@ def test_a_good_report_has_no_failures() -> None:
         ({"copies": ["copy c bf16[9]"]}, "copies: 1 of pool or weights: copy c"),
         ({"kinds": {"kCustomKernel": 45}}, "launches: 45 of at most 44"),
         ({"temp_bytes": 2 * MIB}, "temp: 2.0 MiB of at most 1"),
+        (
+            {"argument_bytes": 22592 * MIB},
+            "memory: 22593 MiB of arguments and temporaries, NVIDIA L4 has 22592",
+        ),
         ({"compile_s": 61}, "slow: compiled in 61.0 s of at most 60"),
         ({"kernels": []}, "empty: "),
         ({"error": "Cannot select", "error_kind": "died"}, "died: Cannot select"),
@@ -41,6 +45,39 @@ def test_a_good_report_has_no_failures() -> None:
 def test_each_limit_is_a_failure_of_its_own(changed: dict, expected: str) -> None:
     (failure,) = failures(replace(GOOD, **changed), BUDGET)
     assert failure.startswith(expected)
+
+
+def test_another_budget_may_hold_on_a_target() -> None:
+    assert failures(GOOD, Budget(43, temp_mib=1, on={"l4": BUDGET})) == []
+    assert failures(GOOD, Budget(99, on={"l4": Budget(43)})) == ["launches: 44 of at most 43"]
+
+
+MOSAIC, TRITON = Expected("mosaic", "paged_decode"), Expected("triton", "paged_decode")
+
+
+@pytest.mark.parametrize(
+    ("expected", "kernel", "found"),
+    [
+        (MOSAIC, ("paged_decode_0:paged_decode_mosaic_gpu_kernel", "mosaic"), True),
+        (MOSAIC, ("paged_decode_long_0:paged_decode_long", "mosaic"), False),
+        (MOSAIC, ("paged_decode", "xla"), False),
+        (TRITON, ("paged_decode", "xla"), True),
+        (TRITON, ("paged_decode_2", "xla"), True),
+        (TRITON, ("paged_decode_0:paged_decode", "mosaic"), False),
+        (TRITON, ("loop_paged_decode", "xla"), False),
+    ],
+)
+def test_a_kernel_is_known_by_its_maker_and_name(
+    expected: Expected, kernel: tuple[str, str], found: bool
+) -> None:
+    made = Kernel(*kernel, registers=40, spill_bytes=0)
+    said = failures(replace(GOOD, kernels=[*GOOD.kernels, made]), BUDGET, (expected,))
+    assert said == ([] if found else [f"missing: {expected}; the kernels found: k, {made.name}"])
+
+
+def test_every_kernel_that_is_expected_must_be_there() -> None:
+    wanted = Expected("triton", "k"), Expected("triton", "paged_prefill")
+    assert failures(GOOD, BUDGET, wanted) == ["missing: triton paged_prefill; the kernels found: k"]
 
 
 def child(code: str, timeout: float = 30) -> tuple[str, str]:
@@ -68,6 +105,7 @@ def test_command_line() -> None:
 
 def test_a_row_says_whether_it_passed() -> None:
     assert line(GOOD).endswith("  ok")
+    assert "  77.0  " in line(replace(GOOD, argument_bytes=77 * MIB))
     assert line(replace(GOOD, failures=["temp: too much"])).endswith("  FAILED")
 
 

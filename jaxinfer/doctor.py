@@ -102,7 +102,6 @@ def _attention_backends() -> dict[str, str]:
     import jax
 
     import pallas_kernels
-
     from pallas_kernels import self_test
 
     device = pallas_kernels.Device.of(jax.local_devices()[0])

@@ -130,8 +130,8 @@ def tiny_runner(
     backend: str | Backend = "xla",
     strict: bool = False,
 ) -> JaxRunner:
-    """A runner of random weights. `ladder` stands in for the one of the two limits, to compile less; `kv_dtype`
-    "" is `dtype`."""
+    """A runner of random weights. `ladder` stands in for the one of the two limits, to compile less;
+    `kv_dtype` "" is `dtype`."""
     build = tiny_build(dtype, backend)
     graph, state = tiny_params(config, tensors, build)
     return JaxRunner(

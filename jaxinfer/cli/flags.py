@@ -60,6 +60,9 @@ class PromptEngineFlags(EngineFlags):
 class ServerFlags(ServerConfig):
     """How the endpoint is offered."""
 
+    cors_origin: UseAppendAction[tuple[str, ...]] = ()
+    """A web origin whose pages may use the API (* for all); may be given several times."""
+
     def __post_init__(self) -> None:
         """Nothing: see EngineFlags."""
 

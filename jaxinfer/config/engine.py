@@ -63,7 +63,7 @@ class EngineConfig:
     """What the weights inside of layers are rounded to while the model loads: int8 and fp8 (e4m3) take a
     byte and share a scale per output, int4 half a byte with a scale for each 64 inputs (32 where 64 does not
     divide them). Embeddings, output head, norms and biases keep `dtype`. On CPU, int4 and fp8 save memory and
-    cost time."""
+    cost time. On an NVIDIA GPU int4 uses a kernel of Pallas Triton, whose deprecation JAX announces."""
     # Not served yet: any other value than these is refused by name.
     speculative: None = None
     tensor_parallel_size: int = 1

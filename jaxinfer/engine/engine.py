@@ -34,7 +34,7 @@ from jaxinfer.core import (
     TokenEvent,
 )
 from jaxinfer.engine.drawing import Drawing
-from jaxinfer.engine.metrics import Counters, sequence_metrics
+from jaxinfer.engine.metrics import Counters, Histograms, sequence_metrics
 from jaxinfer.engine.output import SequenceOutput, Tokenizer
 from jaxinfer.engine.scheduler import Outcome, Policy, Scheduler
 from jaxinfer.engine.trace import NO_TRACE, Trace
@@ -91,7 +91,8 @@ class Engine:
         self._unsaid: list[TokenEvent] = []  # the ends of cancelled sequences, for the next step to tell
         self._flight: Flight | None = None
         self._unread = False  # a step was dropped: an error of it would come to light in the next one
-        self._counters = Counters()
+        self.histograms = Histograms(limits.max_model_len)
+        self._counters = Counters(self.histograms)
         self._next_full_check = float("-inf")
 
     # --------------------------------------------------------------------------------- in and out
@@ -326,6 +327,8 @@ class Engine:
         if sampled is None:
             return self._end(output, "", None, sequence.finish_reason or "error", sequence.error)
         self._counters.generated_tokens += 1
+        self.histograms.token(sequence, output.token_at)
+        output.token_at = sequence.last_token_at
         ended_by_id = sequence.finish_reason == "stop"
         what = f"following the structure of the output to token {sampled.token_id}"
         try:
@@ -386,7 +389,8 @@ class Engine:
         return self._counters.failed_in_a_row
 
     def stats(self) -> dict[str, Any]:
-        """Gauges and counts since the start, with what the runner adds. Times are seconds.
+        """Gauges and counts since the start, with what the runner adds. Times are seconds. Any thread may
+        ask; what is read amid a step may be of two moments within it.
 
         `pages_*` count pages of the pool (page 0, which nobody owns, is in none): free + cached + live =
         total. `running` and `waiting` count sequences, `requests` requests, `finished` sequences by reason.

@@ -60,7 +60,9 @@ class Tokenizer(Protocol):
 class SequenceOutput:
     """The output side of one sequence; makes its events. Without a tokenizer all text is empty."""
 
-    __slots__ = ("_scores", "_stream", "_tokenizer", "drawing", "num_told", "sequence", "stop_reason")
+    __slots__ = (
+        "_scores", "_stream", "_tokenizer", "drawing", "num_told", "sequence", "stop_reason", "token_at",
+    )  # fmt: skip
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, drawing: Drawing):
         sampling = sequence.request.sampling
@@ -71,6 +73,7 @@ class SequenceOutput:
             self._scores = [None for _ in range(sequence.num_prompt)]
         self.stop_reason: str | int | None = None
         self.num_told = 0  # tokens that are in an event
+        self.token_at: float | None = None  # when the last one of them was sampled
         self._tokenizer = tokenizer
         self._stream = None
         if tokenizer is not None:

@@ -258,6 +258,15 @@ class LLM:
         with self._turns.turn():
             return self.engine.stats()
 
+    def measure_machine(self) -> None:
+        """Measure what the device can read and multiply in a second, so that `stats` has `bandwidth` and
+        `matmul_rate`; a second on a CPU. Nothing to measure where `from_parts` got another kind of runner."""
+        from jaxinfer.runtime import JaxRunner
+
+        with self._turns.turn():
+            if isinstance(self.engine.runner, JaxRunner):
+                self.engine.runner.measure_machine()
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, as `generate` would run it. Raises RequestError for what is no text."""
         if self.tokenizer is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -126,6 +127,15 @@ class Programs:
     def compiles_after_warmup(self) -> int:
         """Compiles of the process since a full warm-up; without one, those that were not a bucket's own."""
         return compiles.count - self._expected
+
+    @contextmanager
+    def others_compile(self) -> Generator[None]:
+        """What is compiled meanwhile is no program of this model and not one too many."""
+        before = compiles.count
+        try:
+            yield
+        finally:
+            self._expected += compiles.count - before
 
     def source(self, bucket: Bucket) -> Source:
         """What `make` compiles for a bucket."""

@@ -18,6 +18,7 @@ from jaxinfer.progress import phase
 from jaxinfer.runtime import draws as step_draws
 from jaxinfer.runtime import inputs, steps
 from jaxinfer.runtime.programs import COPY, SCORE, Bucket, Program, Programs, manifest_table
+from jaxinfer.runtime.roofline import Machine, StepCost, measure_machine
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ class JaxRunner:
         )  # fmt: skip
         self._most_emitting = self.programs.most_emitting
         self._tokens_run = self._tokens_padded = 0
+        assert self.kv is not None
+        self._cost = StepCost(config, graph, state, self.kv)
+        self.machine: Machine | None = None
         # The step dispatched last, and once it is sampled: the row of each sequence, and the tokens by row.
         self._last: Pending | None = None
         self._last_rows: dict[int, int] = {}
@@ -171,6 +175,7 @@ class JaxRunner:
             self._recover()
             raise
         self.programs.records[shape].tokens += plan.num_tokens
+        self._cost.add(plan)  # while the device works
         self._last_rows, self._last_tokens = {}, None
         self._last = Pending(plan, shape, emitted, scores, self._generation)
         return self._last
@@ -300,6 +305,15 @@ class JaxRunner:
 
     # ------------------------------------------------------------------------------------ state
 
+    def measure_machine(self) -> None:
+        """Find the limits of the device, for `stats`; not amid steps, which would be measured with it. Where
+        the device has no room for it they stay unknown, and the log says so."""
+        with self.programs.others_compile():
+            try:
+                self.machine = measure_machine(self.platform, self.programs.leaves[0].dtype)
+            except Exception as error:
+                logger.warning("the machine could not be measured (%s): no MBU, no MFU", type(error).__name__)
+
     def manifest_table(self) -> list[tuple[str, ...]]:
         """Every program compiled, as rows of text under a heading."""
         return manifest_table(self.programs.manifest)
@@ -307,7 +321,9 @@ class JaxRunner:
     def stats(self) -> dict[str, Any]:
         """programs (compiled), programs_in_manifest (what a full warm-up compiles), compile_s,
         compiles_after_warmup, padding_waste (share of run tokens that were padding), bucket_calls (calls of
-        each program, by kind and bucket), kv_bytes, param_bytes.
+        each program, by kind and bucket), kv_bytes, param_bytes; moved_bytes and operations (what the steps
+        dispatched had to move and to compute: StepCost), bandwidth and matmul_rate (what the machine can in
+        a second; None before `measure_machine`).
 
         `compiles_after_warmup` counts the process's compiles since a full warm-up; with warmup "lazy" those
         that were not a program's first use.
@@ -325,4 +341,8 @@ class JaxRunner:
             "bucket_calls": {f"{record.kind} {record.bucket}": record.calls for record in manifest},
             "kv_bytes": self._kv_bytes,
             "param_bytes": sum(x.nbytes for x in self.programs.leaves),
+            "moved_bytes": self._cost.moved_bytes,
+            "operations": self._cost.operations,
+            "bandwidth": None if self.machine is None else self.machine.bandwidth,
+            "matmul_rate": None if self.machine is None else self.machine.matmul_rate,
         }

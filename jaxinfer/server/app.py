@@ -8,6 +8,7 @@ comes back. A client that goes away is noticed whether it streams or not, and it
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,23 +18,29 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxinfer.core import JaxInferError, Request, RequestError
 from jaxinfer.server import wire
+from jaxinfer.server.answers import Answer, ChatAnswer, CompletionAnswer, Wanted
+from jaxinfer.server.bounds import check_logprobs, check_texts, texts_of
+from jaxinfer.server.live import LiveFeed, page_routes
+from jaxinfer.server.metrics import Metrics, RequestCounts
+from jaxinfer.server.openapi import openapi
 from jaxinfer.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from jaxinfer.server.transport import (
+    AccessLog,
     EventStream,
-    RequestIds,
     json_response,
     key_check,
     on_error,
     read_body,
     unless_gone,
 )
-from jaxinfer.server.wire import Answer, ApiError, ChatAnswer, CompletionAnswer
+from jaxinfer.server.wire import ApiError
 from jaxinfer.server.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -50,11 +57,15 @@ def create_app(
     served_model_name: str | None = None,
     max_queue: int = 256,
     max_body_bytes: int = MAX_BODY_BYTES,
+    receive_seconds: float | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The application. Its engine thread starts and stops with the application's lifespan.
 
     `max_queue` sequences may wait besides the `max_num_seqs` that run; more are refused with 429.
-    With an `api_key`, every route but /health wants `Authorization: Bearer <api_key>`.
+    With an `api_key`, every route but /health and the page wants `Authorization: Bearer <api_key>`.
+    A body must be there `receive_seconds` after its head (None: for ever). Pages of `cors_origins` ("*": all)
+    may use the API from a browser.
     """
     worker = EngineWorker(llm.engine, llm.limits, max_queue=max_queue)
 
@@ -66,7 +77,8 @@ def create_app(
 
     app = FastAPI(title="jaxinfer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.worker = worker
-    handlers = _Handlers(llm, worker, served_model_name or llm.model_name, max_body_bytes)
+    app.state.live = live = LiveFeed(llm, worker, served_model_name or llm.model_name)
+    handlers = _Handlers(llm, worker, served_model_name or llm.model_name, max_body_bytes, receive_seconds)
     keyed = APIRouter(dependencies=[Depends(key_check(api_key))] if api_key else [])
     keyed.add_api_route("/v1/completions", handlers.completions, methods=["POST"])
     keyed.add_api_route("/v1/chat/completions", handlers.chat_completions, methods=["POST"])
@@ -74,20 +86,41 @@ def create_app(
     keyed.add_api_route("/v1/models/{name:path}", handlers.model, methods=["GET"])
     keyed.add_api_route("/tokenize", handlers.tokenize, methods=["POST"])
     keyed.add_api_route("/detokenize", handlers.detokenize, methods=["POST"])
+    metrics = Metrics(llm.engine, worker, served_model_name or llm.model_name)
+    keyed.add_api_route("/metrics", metrics.handle, methods=["GET"])
+    keyed.add_api_route("/live", live.handle, methods=["GET"])
+    document = openapi(keyed=api_key is not None)
+
+    async def describe() -> Response:
+        return json_response(document)
+
+    keyed.add_api_route("/openapi.json", describe, methods=["GET"])
     app.include_router(keyed)
+    app.include_router(page_routes())
     app.add_api_route("/health", handlers.health, methods=["GET"])
     for kind in (ApiError, JaxInferError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(RequestIds)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(AccessLog)
+    app.add_middleware(RequestCounts, metrics=metrics)
     return app
 
 
 class _Handlers:
     """The handlers of one application."""
 
-    def __init__(self, llm: LLM, worker: EngineWorker, model: str, max_body_bytes: int):
+    def __init__(
+        self, llm: LLM, worker: EngineWorker, model: str, max_body_bytes: int, receive_seconds: float | None
+    ):
         self.llm, self.worker, self.model_name = llm, worker, model
-        self.max_body_bytes = max_body_bytes
+        self.max_body_bytes, self.receive_seconds = max_body_bytes, receive_seconds
         self.started_at = int(time.time())
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -95,22 +128,29 @@ class _Handlers:
         sampling = body.sampling()
         prompts = body.prompts()
         self.worker.check_room(len(prompts) * sampling.get("n", 1))  # before any time goes into tokenising
+        for prompt in prompts:
+            check_texts([prompt], self.llm.limits, "prompt")
 
         def prepare() -> list[Request]:
             return [self.llm.prepare(prompt, sampling, **body.options()) for prompt in prompts]
 
-        return await self._answer(http, body, prepare, CompletionAnswer)
+        return await self._answer(http, body, prepare, CompletionAnswer, body.wanted())
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         body = await self._read(http, ChatBody)
-        sampling = body.sampling()
-        messages, options = body.template_input(body.messages)
+        takes_tools = self.llm.chat_template is not None and self.llm.chat_template.takes_tools
+        tools = body.tool_use(takes_tools=takes_tools)
+        sampling = body.sampling(tools)
+        shown = takes_tools and tools is not None
+        messages, options = body.template_input(body.messages, with_tools=shown)
         self.worker.check_room(sampling.get("n", 1))
+        check_texts(texts_of(messages), self.llm.limits, "messages")
+        check_texts([json.dumps(options.get("tools"))], self.llm.limits, "tools")
 
         def prepare() -> list[Request]:
             return [self.llm.prepare_chat(messages, sampling, **body.options(), **options)]
 
-        return await self._answer(http, body, prepare, ChatAnswer)
+        return await self._answer(http, body, prepare, ChatAnswer, body.wanted(tools))
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._card()]})
@@ -143,7 +183,7 @@ class _Handlers:
     # ----------------------------------------------------------------------------------------- parts
 
     async def _read[Body: BaseModel](self, http: HttpRequest, model: type[Body]) -> Body:
-        body = parse_body(await read_body(http, self.max_body_bytes), model)
+        body = parse_body(await read_body(http, self.max_body_bytes, self.receive_seconds), model)
         self._check_model(getattr(body, "model", None))
         return body
 
@@ -170,6 +210,18 @@ class _Handlers:
         tokenizer = self.llm.tokenizer
         return text.encode("utf-8") if tokenizer is None else tokenizer.token_bytes(token_id)
 
+    def _prompt_texts(self, requests: Sequence[Request]) -> list[str]:
+        """What `echo` repeats: a prompt as it came, or what its token ids spell."""
+        spell = self.llm.tokenizer
+        return [
+            request.prompt
+            if request.prompt is not None
+            else ""
+            if spell is None
+            else spell.decode(request.prompt_token_ids, skip_special_tokens=False)
+            for request in requests
+        ]
+
     def _tokenizer(self) -> Tokenizer:
         if self.llm.tokenizer is None:
             raise RequestError("this model has no tokenizer; it is served by token ids", "prompt")
@@ -180,7 +232,7 @@ class _Handlers:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", "prompt")
         if body.prompt is not None:
-            for name in ("add_generation_prompt", "continue_final_message"):
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
                 if getattr(body, name) is not None:
                     raise RequestError(f"{name} belongs to messages; leave it out beside prompt", name)
             return self._tokenizer().encode(body.prompt)
@@ -193,16 +245,20 @@ class _Handlers:
         body: CompletionBody | ChatBody,
         prepare: Callable[[], Sequence[Request]],
         kind: type[Answer],
+        wanted: Wanted,
     ) -> Response:
         # Tokenising a long prompt takes a while and lets go of the GIL: other streams must not wait for it.
         # So does a schema, and one that is no schema ends here: never on the engine's thread.
         try:
             requests = await run_in_threadpool(prepare)
+            check_logprobs(requests, self.llm.limits)
         except RequestError as error:
             raise body.renamed(error) from None
+        texts = await run_in_threadpool(self._prompt_texts, requests) if wanted.echo else ()
         answer = kind(
-            requests, self.model_name, token_bytes=self._token_bytes, include_usage=body.include_usage
+            requests, self.model_name, token_bytes=self._token_bytes, wanted=wanted, prompt_texts=texts
         )
+        http.state.answer = answer  # for the line in the log
         if not body.stream:
             whole = await unless_gone(http.receive, self._whole(answer))
             return Response(status_code=499) if whole is None else json_response(whole)
@@ -241,4 +297,4 @@ class _Handlers:
                     raise failure
         finally:
             self.worker.cancel(ticket)
-        yield (wire.frame(answer.last_chunk()) if answer.include_usage else b"") + wire.DONE
+        yield (wire.frame(answer.last_chunk()) if answer.wanted.include_usage else b"") + wire.DONE

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import logging.config
 import os
+import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.core import ConfigError
+from jaxinfer.core import ConfigError, EngineDeadError
+from jaxinfer.server.logs import LogFormat, logging_config
 
 if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
     from jaxinfer.llm import LLM
+
+
+logger = logging.getLogger(__name__)
+
+DEAD_S = 2.0
+"""How long a server whose engine has died goes on, to say so, before it ends."""
+
+SEND_BUFFER = 128 << 10
+"""Bytes that the system holds for a client that does not read: Linux doubles it, and takes megabytes else."""
+
+_ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +55,18 @@ class ServerConfig:
     """Longest request body."""
     drain_seconds: int = 30
     """After SIGTERM, how long answers in progress may take to finish."""
+    receive_seconds: int = 30
+    """How long a client may take to send a request, its head and its body each."""
+    stall_seconds: int = 30
+    """How long a client may leave its answer unread, once the buffers of its connection are full."""
+    keep_alive_seconds: int = 30
+    """How long a connection stays open between two requests."""
+    cors_origin: tuple[str, ...] = ()
+    """A web origin whose pages may use the API (* for all); may be given several times."""
+    measure_machine: bool = True
+    """Measure memory bandwidth and matmul rate at the start (a second), for MBU and MFU in /metrics."""
+    log_format: LogFormat = "plain"
+    """Lines on stderr for people, or one JSON object a line."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -44,6 +74,9 @@ class ServerConfig:
             ("max_queue", 0, None),
             ("max_body_bytes", 1, None),
             ("drain_seconds", 0, None),
+            ("receive_seconds", 1, None),
+            ("stall_seconds", 1, None),
+            ("keep_alive_seconds", 1, None),
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
@@ -51,14 +84,22 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be {allowed}, got {value}")
         if self.api_key == "":
             raise ConfigError("api_key is empty; leave it out to serve without a key")
+        for origin in self.cors_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"cors_origin {origin!r} is no origin such as https://example.org, or *")
 
 
 def serve(load: Callable[[], LLM], config: ServerConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let answers in progress finish. Returns when all is closed.
 
     The address is taken before `load` runs, so that a port in use shows before minutes of loading. Raises
-    ConfigError when it cannot be taken, and SystemExit(0) for SIGTERM before the server runs.
+    ConfigError when it cannot be taken, SystemExit(0) for SIGTERM, and EngineDeadError when the engine's
+    thread broke: then the server said 503 for DEAD_S and has ended, for a supervisor to start another.
     """
+    if (
+        config.log_format == "json"
+    ):  # from the first line on; plain lines are as they were until uvicorn starts
+        logging.config.dictConfig(_logging(config.log_format))
     listener = _bind(config.host, config.port)
     with listener, _exit_on_sigterm(), load() as llm:
         _run(llm, config, listener)
@@ -68,6 +109,7 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     import uvicorn
 
     from jaxinfer.server.app import create_app
+    from jaxinfer.server.connection import Connection
 
     name = config.served_model_name or llm.model_name
     ready = f"jaxinfer: serving {name} at {_address(listener)}/v1"
@@ -76,26 +118,66 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Says so when clients are heard."""
             await super().startup(sockets)
-            if self.started:
+            if self.started and config.log_format == "json":
+                logger.info(ready)
+            elif self.started:
                 print(ready, file=sys.stderr, flush=True)
+
+        async def on_tick(self, counter: int) -> bool:
+            """Ends DEAD_S after the engine: until then /health and new requests get their 503."""
+            nonlocal dead_since
+            if dead_since is None and worker.death is not None:
+                dead_since = time.monotonic()
+            if dead_since is not None and time.monotonic() - dead_since > DEAD_S:
+                self.should_exit = True
+            return await super().on_tick(counter)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """Answers that are not finished in time end with an error that says why, not with a cut."""
-            end = asyncio.get_running_loop().call_later(config.drain_seconds, app.state.worker.end)
+            end = asyncio.get_running_loop().call_later(config.drain_seconds, self.end)
+            app.state.live.close()  # those who watch would be waited for
             await super().shutdown(sockets)
             end.cancel()
 
+        def end(self) -> None:
+            """The drain has taken its time."""
+            worker.end()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.cut_unless_heard()
+
+    if config.measure_machine:
+        llm.measure_machine()
     app = create_app(
         llm,
         api_key=config.api_key or os.environ.get("JAXINFER_API_KEY") or None,
         served_model_name=config.served_model_name,
         max_queue=config.max_queue,
         max_body_bytes=config.max_body_bytes,
+        receive_seconds=config.receive_seconds,
+        cors_origins=config.cors_origin,
     )
-    settings = uvicorn.Config(
-        app, log_config=_logging(), timeout_graceful_shutdown=config.drain_seconds + 10, server_header=False
+    worker, dead_since = app.state.worker, None
+    Server(uvicorn_config(app, config)).run(sockets=[listener])
+    if worker.death is not None:
+        raise EngineDeadError(f"the engine has stopped: {worker.death}; the log has the reason")
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How uvicorn runs the application."""
+    import uvicorn
+
+    from jaxinfer.server.connection import connection_class
+
+    return uvicorn.Config(
+        app,
+        http=connection_class(config.receive_seconds, config.stall_seconds),
+        access_log=False,  # `AccessLog` says more
+        log_config=_logging(config.log_format),
+        timeout_graceful_shutdown=config.drain_seconds + 10,
+        timeout_keep_alive=config.keep_alive_seconds,
+        server_header=False,
     )
-    Server(settings).run(sockets=[listener])
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -106,6 +188,7 @@ def _bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listener.bind(address)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
@@ -134,23 +217,7 @@ def _exit_on_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _logging() -> dict[str, Any]:
-    """What uvicorn sets up, with as much of ours as was wanted before (JAXINFER_DEBUG)."""
+def _logging(log_format: LogFormat = "plain") -> dict[str, Any]:
+    """What the server and uvicorn say, with as much of ours as was wanted before (JAXINFER_DEBUG)."""
     level = min(logging.INFO, logging.getLogger("jaxinfer").level or logging.INFO)
-    return {**_LOGGING, "loggers": {**_LOGGING["loggers"], "jaxinfer": {**_OURS, "level": level}}}
-
-
-# uvicorn's own configuration writes access lines to stdout, which belongs to results.
-_LOGGING: dict[str, Any] = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-    "handlers": {
-        "stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "plain"}
-    },
-    "loggers": {
-        "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-        "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
-    },
-}
-_OURS = {"handlers": ["stderr"], "propagate": False}
+    return logging_config(log_format, level)

@@ -1,7 +1,7 @@
 """The bodies that clients send: what is understood, and what is refused by name.
 
 A body is either served as it says or refused with the parameter named; nothing is accepted and ignored.
-Three kinds of key, then: fields of the models below; labels and hints that change no answer (`_LABELS`);
+Three kinds of key, then: fields of the models below; labels and hints that change no answer (`LABELS`);
 and parameters of OpenAI or vLLM that this version does not serve (`NOT_SERVED`), which pass only with a
 value that asks for nothing.
 """
@@ -15,7 +15,10 @@ from pydantic import BaseModel, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from jaxinfer.core import MAX_LOGPROBS, STRUCTURES, RequestError, SamplingParams
+from jaxinfer.server.answers import Wanted
+from jaxinfer.server.messages import Conversation, Message
 from jaxinfer.server.structures import ResponseFormat, Strict, StructuredOutputs
+from jaxinfer.server.tools import ToolChoice, ToolUse, tool_use
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     # parameter -> the values, besides null, that ask for nothing
@@ -24,9 +27,9 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
+    "chat_template_kwargs": ({},),  # of a completion; a chat has them
     "documents": ([],),
-    "echo": (False,),
+    "echo": (False,),  # of a chat; a completion has it
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -36,24 +39,24 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": (),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # says nothing as long as tools are refused
+    "parallel_tool_calls": (True, False),  # of a completion
     "prediction": (),
-    "prompt_logprobs": (),  # of a chat; a completion has them
     "reasoning_effort": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "tool_choice": ("none", "auto"),  # of a completion
+    "tools": ([],),  # of a completion
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
-_LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
+_INSTEAD = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("choice", "grammar", "json", "regex")}
+_INSTEAD |= {"functions": "tools", "function_call": "tool_choice"}
+"""What older parameters are called now."""
+LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
 
 
 class StreamOptions(Strict):
@@ -90,62 +93,6 @@ _PROMPT_SHAPES: list[dict[str, Any]] = [
 Prompt = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema({"anyOf": _PROMPT_SHAPES})]
 
 
-class ContentPart(Strict):
-    """One part of a message; only text is understood."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    annotations: None = None
-    refusal: None = None
-    audio: None = None
-    tool_calls: None = None
-    function_call: None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it."""
-        content: Any = self.content
-        if isinstance(content, list):
-            content = [{"type": part.type, "text": part.text} for part in content]
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
-class _Conversation(Strict):
-    """The messages of a chat, and where the answer starts."""
-
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    def template_input(self, messages: list[Message] | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Messages and options as the chat template takes them; raises RequestError."""
-        if not messages:
-            raise RequestError("messages is empty; it must hold at least one message", "messages")
-        for i, message in enumerate(messages):
-            if message.content is None:
-                raise RequestError(f"messages[{i}].content is missing", f"messages[{i}].content")
-        go_on = bool(self.continue_final_message)
-        if go_on and self.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt cannot both be true",
-                "continue_final_message",
-            )
-        if go_on and messages[-1].role != "assistant":
-            raise RequestError(
-                "continue_final_message needs a last message of role assistant", "continue_final_message"
-            )
-        generation_prompt = not go_on if self.add_generation_prompt is None else self.add_generation_prompt
-        options = {"add_generation_prompt": generation_prompt, "continue_final_message": go_on}
-        return [message.for_template() for message in messages], options
-
-
 # -------------------------------------------------------------------------------------------- bodies
 
 
@@ -174,12 +121,20 @@ class _Sampled(Strict):
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def _wanted(self, **others: Any) -> Wanted:
+        return Wanted(
+            include_usage=self.stream_options is not None and bool(self.stream_options.include_usage),
+            token_ids=bool(self.return_token_ids),
+            names_as_ids=bool(self.return_tokens_as_token_ids),
+            prompt_logprobs=self.prompt_logprobs,
+            **others,
+        )
 
     def options(self) -> dict[str, Any]:
         """What the body gives besides sampling, as keywords of `LLM.prepare`."""
@@ -188,8 +143,12 @@ class _Sampled(Strict):
 
     def renamed(self, error: RequestError) -> RequestError:
         """The error with its parameter called what it is called in the body."""
+        if error.param == "prompt_logprobs" and self.prompt_logprobs is None:
+            return RequestError(str(error), "logprobs")  # with echo
         if error.param not in STRUCTURES:
             return error
+        if self.response_format is None and self.structured_outputs is None:
+            return RequestError(str(error), "tools")  # of which a call is forced
         name = "json" if error.param == "json_schema" else error.param
         param = "response_format" if self.structured_outputs is None else f"structured_outputs.{name}"
         return RequestError(str(error), param)
@@ -201,7 +160,9 @@ class _Sampled(Strict):
             "presence_penalty", "frequency_penalty", "logit_bias",
         )  # fmt: skip
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
-        fields |= {"max_tokens": max_tokens, "logprobs": logprobs, **others}
+        fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs are not available when stream is true", "prompt_logprobs")
         structure = {} if self.response_format is None else self.response_format.sampling()
         if self.structured_outputs is not None:
             if structure:
@@ -209,7 +170,7 @@ class _Sampled(Strict):
                     "response_format and structured_outputs exclude each other", "structured_outputs"
                 )
             structure = self.structured_outputs.sampling()
-        fields |= structure
+        fields |= structure | others
         given = {name: value for name, value in fields.items() if value is not None}
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", "stream_options")
@@ -225,8 +186,8 @@ class CompletionBody(_Sampled):
 
     prompt: Prompt
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts one by one, in the order of the answer's choices."""
@@ -244,23 +205,47 @@ class CompletionBody(_Sampled):
             raise RequestError(
                 f"best_of {self.best_of} is not served: every one of the n answers is returned", "best_of"
             )
-        if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs are not available when stream is true", "prompt_logprobs")
-        return self._fields(
-            max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs
-        )
+        max_tokens, others = self.max_tokens, {}
+        if self.echo and self.logprobs is not None:
+            if self.stream and (self.n or 1) > 1:
+                raise RequestError("echo with logprobs and n above 1 cannot be streamed", "echo")
+            others["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.echo and max_tokens == 0:  # the engine makes one token, which is not told
+            max_tokens = 1
+            if self.min_tokens:
+                raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens 0", "min_tokens")
+        return self._fields(max_tokens=max_tokens, logprobs=self.logprobs, **others)
+
+    def wanted(self) -> Wanted:
+        """What the answer's shape depends on."""
+        echo = bool(self.echo)
+        return self._wanted(echo=echo, prompt_only=echo and self.max_tokens == 0, logprobs=self.logprobs)
 
 
-class ChatBody(_Sampled, _Conversation):
+class ChatBody(_Sampled, Conversation):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """As `CompletionBody.sampling`."""
+    def tool_use(self, *, takes_tools: bool) -> ToolUse | None:
+        """The functions that the answer may call; None for none. `takes_tools`: see `tools.tool_use`."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, takes_tools=takes_tools)
+
+    def wanted(self, tools: ToolUse | None) -> Wanted:
+        """What the answer's shape depends on."""
+        return self._wanted(logprobs=self._num_logprobs, tools=tools)
+
+    @property
+    def _num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def sampling(self, tools: ToolUse | None = None) -> dict[str, Any]:
+        """As `CompletionBody.sampling`, and what forces a call of one of the tools."""
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise RequestError(
@@ -275,11 +260,20 @@ class ChatBody(_Sampled, _Conversation):
                 f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}",
                 "top_logprobs",
             )
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._fields(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
+        bound = self.structured_outputs is not None or (
+            self.response_format is not None and self.response_format.type != "text"
+        )
+        if tools is not None and bound:
+            name = "response_format" if self.structured_outputs is None else "structured_outputs"
+            raise RequestError(f"tools and {name} exclude each other: either forms the whole answer", "tools")
+        grammar = None if tools is None else tools.grammar()
+        others = {} if grammar is None else {"grammar": grammar}
+        return self._fields(
+            max_tokens=limits.pop() if limits else None, logprobs=self._num_logprobs, **others
+        )
 
 
-class TokenizeBody(_Conversation):
+class TokenizeBody(Conversation):
     """The body of POST /tokenize (vLLM's): a prompt or the messages of a chat."""
 
     model: str | None = None
@@ -338,11 +332,12 @@ def _refuse_not_served(body: dict[str, Any], model: type[BaseModel]) -> None:
             continue
         if name in NOT_SERVED:
             if not _asks_for_nothing(body[name], NOT_SERVED[name]):
-                raise RequestError(f"{name} is not supported by this server; leave it out", name)
+                what = f"send {_INSTEAD[name]} instead" if name in _INSTEAD else "leave it out"
+                raise RequestError(f"{name} is not supported by this server; {what}", name)
             del body[name]
-        elif name in _LABELS:
-            if not isinstance(body[name], (_LABELS[name], type(None))):
-                kind = "an object" if _LABELS[name] is dict else "a string"
+        elif name in LABELS:
+            if not isinstance(body[name], (LABELS[name], type(None))):
+                kind = "an object" if LABELS[name] is dict else "a string"
                 raise RequestError(f"{name} must be {kind}", name)
             del body[name]
 
@@ -352,6 +347,9 @@ def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
     return value is None or any(
         value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
     )
+
+
+_UNION_MEMBERS = ("str", "int", "ContentPart", "NamedTool")
 
 
 def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestError:
@@ -364,7 +362,7 @@ def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestErr
             where += f"[{part}]"
         elif not where:
             where = part
-        elif part.isidentifier() and part not in ("str", "int", "ContentPart"):  # names of union members
+        elif part.isidentifier() and part not in _UNION_MEMBERS:
             where += f".{part}"
     name = str(first["loc"][-1]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":

@@ -1,4 +1,5 @@
-"""What lies between ASGI and the handlers: bodies with a cap, clients that go away, event streams, keys.
+"""What lies between ASGI and the handlers: bodies with a cap, clients that go away, event streams, keys, and
+a line in the log for each request.
 
 Starlette cancels a streaming handler when its client leaves, but not one that computes a whole answer; here
 both are watched by the same function. Nothing here knows of models or engines.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -20,12 +22,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxinfer.server.logs import request_label
 from jaxinfer.server.wire import ApiError, api_error, encode, frame
 
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("jaxinfer.server.access")
 
 MAX_REQUEST_ID = 128
 """Characters of a client's X-Request-Id that are sent back to it."""
+
+MAX_PATH = 200
+"""Characters of a path that are written."""
+
+QUIET = ("/health", "/metrics")
+"""Paths that machines ask every few seconds: their lines are of level DEBUG."""
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -33,17 +43,26 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(encode(value), status, headers, media_type="application/json")
 
 
-async def read_body(http: HttpRequest, most: int) -> bytes:
-    """The body, unless it is longer than `most` bytes: then ApiError 413, before the rest is read."""
-    too_large = ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")
+async def read_body(http: HttpRequest, most: int, within_s: float | None = None) -> bytes:
+    """The body, unless it is longer than `most` bytes: then ApiError 413, before the rest is read; or not all
+    there `within_s` from now: then ApiError 408. Either ends the connection: the rest may still be coming."""
+    close = {"Connection": "close"}
+    too_large = ApiError(
+        413, f"the body is longer than {most} bytes", code="request_too_large", headers=close
+    )
     declared = http.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
+    if declared.isdecimal() and int(declared[:20]) > most:
         raise too_large
     body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > most:
-            raise too_large
+    try:
+        async with asyncio.timeout(within_s):
+            async for part in http.stream():
+                body += part
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        what = f"the body was not complete within {within_s:g} s"
+        raise ApiError(408, what, code="request_timeout", headers=close) from None
     return bytes(body)
 
 
@@ -145,10 +164,12 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
     return json_response(problem.body, problem.status, problem.headers)
 
 
-class RequestIds:
-    """Gives every answer an X-Request-Id: the client's own, cut to a sane length, or a new one.
+class AccessLog:
+    """Gives every answer an X-Request-Id and every request a line when it ends.
 
-    It is a label for logs only. The engine's ids are its own, so clients may send the same one twice.
+    The id is the client's own, cut to a sane length, or a new one. It is a label for logs only: the engine's
+    ids are its own, so clients may send the same one twice. A handler that leaves its `wire.Answer` in the
+    request's state as `answer` has the tokens of it reported.
     """
 
     def __init__(self, app: ASGIApp):
@@ -160,10 +181,43 @@ class RequestIds:
             return
         theirs = Headers(scope=scope).get("x-request-id", "")[:MAX_REQUEST_ID]
         label = theirs if theirs.isascii() and theirs.isprintable() and theirs else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        status, complete, began = 500, False, time.monotonic()
 
         async def labelled(message: Message) -> None:
+            nonlocal status, complete
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = label
             await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-        await self.app(scope, receive, labelled)
+        token = request_label.set(label)
+        left = False
+        try:
+            await self.app(scope, receive, labelled)
+            left = not complete
+        finally:
+            _say(scope, label, 499 if left else status, time.monotonic() - began, state.pop("answer", None))
+            request_label.reset(token)
+
+
+def _say(scope: Scope, label: str, status: int, seconds: float, answer: Any) -> None:
+    path = scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")
+    # raw_path is as it was sent, percent signs and all: a decoded line end would forge a line.
+    request: dict[str, Any] = {
+        "request_id": label,
+        "method": scope["method"],
+        "path": path.partition(b"?")[0].decode("latin-1")[:MAX_PATH],
+        "status": status,
+        "seconds": round(seconds, 6),
+    }
+    tokens = ""
+    if answer is not None:
+        usage = answer.usage()
+        request |= {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+        tokens = f", {request['prompt_tokens']} + {request['output_tokens']} tokens"
+    level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+    text = "%s %s %d in %.3f s%s"
+    values = (request["method"], request["path"], status, seconds, tokens)
+    access_logger.log(level, text, *values, extra={"request": request})

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxinfer.core import EngineDeadError, JaxInferError, Limits, Request, RequestError, TokenEvent
@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 COALESCE_AT = 32
 """Unread events of one sequence that are merged into one."""
 
+MAX_UNREAD = 16_384
+"""Tokens and log-probabilities of each sequence that may wait to be read: some 4 MB at most. With more, which
+come after what lies in the socket, the reader is too slow. It is minutes of an answer without
+log-probabilities, and 780 tokens with 20 of them each."""
+
 FAILING_AT = 3
 """Failed steps in a row from which on the engine is not healthy. Two are what one bad request costs."""
 
@@ -36,6 +41,10 @@ class OverloadedError(JaxInferError):
     """As many sequences run and wait as the server admits; try again after `retry_after_s`."""
 
     retry_after_s = 1
+
+
+class SlowReaderError(JaxInferError):
+    """A client reads its answer so much slower than it is made that the rest is not kept for it."""
 
 
 class StoppingError(EngineDeadError):
@@ -63,8 +72,8 @@ class Ticket:
 
     Iterate it from the event loop that submitted it: each item is a non-empty list of TokenEvents, in
     order per sequence. A reader slower than the engine gets merged events, so unread news is little more
-    than its text and tokens. Iteration ends after the last sequence's end; it raises the error that ended
-    the ticket early.
+    than its text and tokens, and a SlowReaderError beyond MAX_UNREAD of them. Iteration ends after the last
+    sequence's end; it raises the error that ended the ticket early.
     """
 
     def __init__(self, requests: Sequence[Request], loop: asyncio.AbstractEventLoop):
@@ -78,6 +87,7 @@ class Ticket:
         # Unread news: level 0 as it came, each further level merged from the one before. Merging into one
         # event each time would copy a long answer again and again; so a token is copied log32 of n times.
         self._levels: list[list[TokenEvent]] = [[]]
+        self._unread = 0
         self._error: Exception | None = None
         self._ended = False
 
@@ -89,7 +99,7 @@ class Ticket:
             await self._news.wait()
             with self._lock:
                 events = [event for level in reversed(self._levels) for event in level]
-                self._levels = [[]]
+                self._levels, self._unread = [[]], 0
                 if not self._ended:
                     self._news.clear()
                 elif not events:
@@ -104,7 +114,10 @@ class Ticket:
 
     def push(self, event: TokenEvent) -> None:
         with self._lock:
+            if self._ended:  # by an error, of a reader too slow: the rest is not kept
+                return
             self._file(event)
+            self._unread += len(event.token_ids) + sum(map(len, event.logprobs or ()))
             if event.finish_reason is not None:
                 self.unfinished -= 1
                 self._ended = self.unfinished <= 0
@@ -119,10 +132,18 @@ class Ticket:
             self._levels[level + 1] += _coalesce(events)
             self._levels[level] = []
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, *, keep: bool = True) -> None:
+        """End it by an error, after what is unread or (`keep` False) in its place."""
         with self._lock:
             self._error = error
             self._ended = True
+            if not keep:
+                self._levels, self._unread = [[]], 0
+
+    @property
+    def overflows(self) -> bool:
+        """True when more is unread than is kept for a reader."""
+        return not self._ended and self._unread > MAX_UNREAD * self.sequences
 
     @property
     def ended(self) -> bool:
@@ -165,6 +186,38 @@ def merge_events(events: Sequence[TokenEvent]) -> TokenEvent:
     )
 
 
+class Question:
+    """Something to look at on the engine's thread, and the future of what was seen there."""
+
+    def __init__(self, look: Callable[[], Any], loop: asyncio.AbstractEventLoop):
+        self.answer: asyncio.Future[Any] = loop.create_future()
+        self._look, self._loop = look, loop
+
+    def put(self) -> None:
+        """Look, on this thread. What that raises is the asker's, and ends nothing else."""
+        if self.answer.cancelled():
+            return
+        try:
+            seen = self._look()
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._settle(self.answer.set_result, seen)
+
+    def fail(self, error: Exception) -> None:
+        self._settle(self.answer.set_exception, error)
+
+    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
+        def tell() -> None:
+            if not self.answer.done():
+                settle(value)
+
+        try:
+            self._loop.call_soon_threadsafe(tell)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            logger.debug("an event loop closed before its question was answered")
+
+
 class EngineWorker:
     """Runs an engine on a thread of its own for any number of asyncio handlers.
 
@@ -182,6 +235,7 @@ class EngineWorker:
         self._wakeup = threading.Condition()
         self._commands: list[tuple[str, Ticket]] = []  # guarded by _wakeup, as is all below
         self._open: dict[Ticket, int] = {}  # every ticket from submit to its end, and its sequences
+        self._questions: list[Question] = []
         self._stopping = False
         self._step_began: float | None = None
         self._tickets: dict[str, Ticket] = {}  # by request id; the engine thread's own
@@ -240,6 +294,21 @@ class EngineWorker:
                 self._commands.append(("cancel", ticket))
                 self._wakeup.notify()
 
+    async def ask[Result](self, look: Callable[[], Result]) -> Result:
+        """What `look()` gives on the engine's thread, between two steps; it may read all of the engine.
+
+        It must be short: the next step waits for it. Raises what it raises, StoppingError or EngineDeadError.
+        """
+        question = Question(look, asyncio.get_running_loop())
+        with self._wakeup:
+            if self.death is not None:
+                raise EngineDeadError(f"the engine has stopped: {self.death}")
+            if self._stopping:
+                raise StoppingError("the server is shutting down")
+            self._questions.append(question)
+            self._wakeup.notify()
+        return await question.answer
+
     def end(self) -> None:
         """Ask the thread to end after its current step; open tickets fail with StoppingError."""
         with self._wakeup:
@@ -289,11 +358,12 @@ class EngineWorker:
         """Obey what was asked, run one step, pass its events on. False when it is time to end."""
         with self._wakeup:
             self._step_began = None
-            while not (self._commands or self._stopping or self._engine.has_work):
+            while not (self._commands or self._questions or self._stopping or self._engine.has_work):
                 self._wakeup.wait()
             if self._stopping:
                 return False
             commands, self._commands = self._commands, []
+            questions, self._questions = self._questions, []
             self._step_began = time.monotonic()
         touched: dict[Ticket, None] = {}
         for what, ticket in commands:
@@ -304,12 +374,20 @@ class EngineWorker:
             touched[ticket] = None
         self._settle(touched)  # before the step: it may take long, and submitters wait to hear
         touched.clear()
+        for question in questions:
+            question.put()
         if self._engine.has_work:
             for event in self._engine.step():
                 ticket = self._tickets.get(event.request_id)
                 if ticket is not None:  # None: cancelled; nobody reads its last words
                     ticket.push(event)
                     touched[ticket] = None
+        for ticket in touched:
+            if ticket.overflows:
+                error = SlowReaderError("the answer was not read while it was made; the rest is not kept")
+                logger.warning("%d sequences end: %s", ticket.unfinished, error)
+                self._cancel_requests(ticket)
+                ticket.fail(error, keep=False)
         self._settle(touched)
         return True
 
@@ -353,6 +431,7 @@ class EngineWorker:
             self._stopping = True
             self._step_began = None
             self._commands = []
+            questions, self._questions = self._questions, []
             open_tickets = list(self._open)
         for ticket in open_tickets:
             if not ticket.ended:
@@ -360,6 +439,8 @@ class EngineWorker:
             if death is None:
                 self._cancel_requests(ticket)
             self._forget(ticket)
+        for question in questions:
+            question.fail(error)
         _wake(open_tickets)
 
 

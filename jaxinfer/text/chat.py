@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,11 @@ class ChatTemplate:
         self._compiled: dict[str, jinja2.Template] = {}
         self._lock = threading.Lock()
 
+    @property
+    def given(self) -> bool:
+        """False for a model that has no template."""
+        return bool(self._sources)
+
     @classmethod
     def from_source(cls, source: FolderSource | GGUFSource, tokenizer: Tokenizer) -> ChatTemplate:
         """The template that belongs to a checkpoint's `tokenizer_source()`.
@@ -55,6 +61,11 @@ class ChatTemplate:
     def available(self) -> bool:
         """Whether the model has a template."""
         return bool(self._sources)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's template does anything with tools."""
+        return "tool_use" in self._sources or bool(re.search(r"\btools\b", self._sources.get("default", "")))
 
     def render(
         self,

@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from jaxinfer.core import Limits, Logprob, Request, RequestError, RequestMetrics, SamplingParams, TokenEvent
@@ -136,6 +137,7 @@ class ScriptedLLM:
         self.engine = engine or ScriptedEngine()
         self.tokenizer = ScriptedTokenizer()
         self.model_name = "scripted"
+        self.chat_template = SimpleNamespace(takes_tools=True)
         self.limits = Limits(
             num_pages=64,
             page_size=4,
@@ -145,6 +147,9 @@ class ScriptedLLM:
             vocab_size=VOCAB,
         )
         self._ids = itertools.count()
+
+    def measure_machine(self) -> None:
+        """There is no machine: nothing to measure."""
 
     def prepare(
         self,
@@ -171,7 +176,7 @@ class ScriptedLLM:
             raise RequestError("json_schema cannot be compiled", "json_schema")
         return request
 
-    def encode_chat(self, messages: list[dict[str, Any]], **options: bool) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
         text += "a:" if options.get("add_generation_prompt", True) else ""
         return list(text.encode())

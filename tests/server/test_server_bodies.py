@@ -136,7 +136,10 @@ def test_completion_bodies_are_refused_with_the_parameter_named(client: TestClie
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
         ),
-        ({"messages": [{**USER, "role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{**USER, "role": "assistant", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
         ({"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": [USER], "logprobs": 2}, "logprobs"),
@@ -150,7 +153,7 @@ def test_completion_bodies_are_refused_with_the_parameter_named(client: TestClie
             },
             "continue_final_message",
         ),
-        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
@@ -186,7 +189,7 @@ def test_completion_bodies_are_refused_with_the_parameter_named(client: TestClie
             },
             "structured_outputs",
         ),
-        ({"messages": [USER], "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"messages": [USER], "prompt_logprobs": 21}, "prompt_logprobs"),
         ({"messages": [USER], "prompt": "a"}, "prompt"),
     ],
 )

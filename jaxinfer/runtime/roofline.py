@@ -1,0 +1,140 @@
+"""How much of the machine the steps use: what each must move and compute, and what the machine could.
+
+MBU is bytes per second over the bandwidth, MFU operations per second over the matmul rate. Both count the
+least that the work needs, for real tokens alone, so that padding, copies and waiting show as a smaller share.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.core import StepPlan
+from jaxinfer.model.kv import KVState
+from jaxinfer.runtime.trace import release_freed_memory
+
+logger = logging.getLogger(__name__)
+
+TIMED_S = 0.1
+"""About how long each of the two limits is measured, after its compile."""
+
+
+class StepCost:
+    """Counts what steps move (bytes) and compute (floating-point operations: a multiply-add is two).
+
+    A step reads all weights of the layers once; the head once if it samples or scores; and for each slice the
+    K/V that its queries see, its own included, once. It computes 2 operations a weight and token (of the
+    head: a row of logits), and in attention 4 * head_dim for each head, query and key seen. Rows of the
+    embedding, the writing of K/V, norms and the sampler are not counted.
+    """
+
+    def __init__(self, config: ModelConfig, graph: nnx.GraphDef, state: nnx.State, kv: KVState):
+        model = nnx.merge(graph, state)
+        whole, head = _nbytes(state), _nbytes(nnx.state(model.output()))
+        tied = config.tie_word_embeddings
+        self.head_bytes = head
+        self.layer_bytes = whole - head - (0 if tied else _nbytes(nnx.state(model.embedding)))
+        self.head_params = config.vocab_size * config.hidden_size
+        self.layer_params = config.num_params - self.head_params * (1 if tied else 2)
+        places = kv.num_pages * kv.page_size
+        key_operations = 4 * config.num_heads * config.head_dim
+        # Layers of one window see the same keys: window -> bytes a key, operations a query and key.
+        self._views: dict[int | None, tuple[float, int]] = {}
+        for layer, k, v in zip(config.layers, kv.k, kv.v, strict=True):
+            size, operations = self._views.get(layer.window, (0.0, 0))
+            size += _nbytes((k, v)) / places
+            self._views[layer.window] = size, operations + key_operations
+        self.moved_bytes = 0.0
+        self.operations = 0.0
+
+    def add(self, plan: StepPlan) -> None:
+        """Count one step."""
+        rows = sum(piece.emit + len(piece.targets) for piece in plan.slices)
+        moved: float = self.layer_bytes + (self.head_bytes if rows else 0)
+        operations: float = 2 * (self.layer_params * plan.num_tokens + self.head_params * rows)
+        for window, (key_bytes, key_operations) in self._views.items():
+            read, seen = keys_of(plan, window)
+            moved += key_bytes * read
+            operations += key_operations * seen
+        self.moved_bytes += moved
+        self.operations += operations
+
+
+def keys_of(plan: StepPlan, window: int | None) -> tuple[int, int]:
+    """Keys that the slices read, each once a slice; and keys seen, by all queries together."""
+    read = seen = 0
+    for piece in plan.slices:
+        start, count = piece.start, piece.count
+        if count == 1:
+            keys = start + 1 if window is None else min(start + 1, window)
+            read += keys
+            seen += keys
+        elif window is None:
+            read += start + count
+            seen += count * start + count * (count + 1) // 2
+        else:
+            read += start + count - max(0, start - window + 1)
+            growing = min(count, max(0, window - start))  # queries that see less than a window before them
+            seen += growing * start + growing * (growing + 1) // 2 + (count - growing) * window
+    return read, seen
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# ---------------------------------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was measured of a device: `bandwidth` of its memory in bytes/s, `matmul_rate` in operations/s of a
+    product of two square matrices in `dtype`."""
+
+    bandwidth: float
+    matmul_rate: float
+    dtype: str
+
+
+def measure_machine(platform: str, dtype: Any) -> Machine:
+    """Measure the default device: under a second on a CPU, besides two small compiles.
+
+    On CPU the bandwidth is that of reading a matrix of 256 MB, elsewhere of copying one of 512 MB; they and
+    what comes out are freed at the end. Raises what jax raises when there is no room for them.
+    """
+    on_cpu = platform == "cpu"
+    dtype = jnp.dtype(dtype)
+    large = jnp.ones((4096, (16 if on_cpu else 32) * 1024), jnp.float32)
+    if on_cpu:
+        read = _best(jnp.dot, (large, jnp.ones(large.shape[1:], jnp.float32)))
+        bandwidth = large.nbytes / read
+    else:
+        bandwidth = 2 * large.nbytes / _best(jnp.negative, (large,))
+    del large
+    size = 1024 if on_cpu else 8192
+    square = jnp.ones((size, size), dtype)
+    rate = 2 * size**3 / _best(jnp.dot, (square, square))
+    del square
+    release_freed_memory()
+    return Machine(bandwidth, rate, dtype.name)
+
+
+def _best(function: Callable[..., jax.Array], arguments: Sequence[jax.Array]) -> float:
+    """Shortest time of one call in seconds; at least two calls are timed."""
+    program = jax.jit(function)
+    jax.block_until_ready(program(*arguments))
+    times: list[float] = []
+    end = time.perf_counter() + TIMED_S
+    while len(times) < 2 or time.perf_counter() < end:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -40,7 +40,7 @@ class Reader(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.chunks += data.count(b"data: {")
         self.tail = (self.tail + data)[-1000:]
-        if b"data: [DONE]" in data and not self.done.done():
+        if b"data: [DONE]" in self.tail and not self.done.done():
             self.done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:

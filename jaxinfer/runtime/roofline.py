@@ -107,12 +107,13 @@ class Machine:
 def measure_machine(platform: str, dtype: Any) -> Machine:
     """Measure the default device: under a second on a CPU, besides two small compiles.
 
-    On CPU the bandwidth is that of reading a matrix of 256 MB, elsewhere of copying one of 512 MB; they and
-    what comes out are freed at the end. Raises what jax raises when there is no room for them.
+    On CPU the bandwidth is that of reading a matrix of 64 MB (beyond the caches of a few cores, and little
+    where memory is short), elsewhere of copying one of 512 MB; they and what comes out are freed at the end.
+    Raises what jax raises when there is no room for them.
     """
     on_cpu = platform == "cpu"
     dtype = jnp.dtype(dtype)
-    large = jnp.ones((4096, (16 if on_cpu else 32) * 1024), jnp.float32)
+    large = jnp.ones((4096, (4 if on_cpu else 32) * 1024), jnp.float32)
     if on_cpu:
         read = _best(jnp.dot, (large, jnp.ones(large.shape[1:], jnp.float32)))
         bandwidth = large.nbytes / read

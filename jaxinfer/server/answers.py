@@ -27,6 +27,8 @@ class Wanted:
     """What a body asks of its answer's shape."""
 
     include_usage: bool = False
+    usage_so_far: bool = False
+    """In every chunk of a stream."""
     token_ids: bool = False
     """Ids of the prompt and of the answer, beside the text."""
     names_as_ids: bool = False
@@ -163,7 +165,9 @@ class Answer(ABC):
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
-        return {**chunk, "usage": None} if self.wanted.include_usage else chunk
+        if not self.wanted.include_usage:
+            return chunk
+        return {**chunk, "usage": self.usage() if self.wanted.usage_so_far else None}
 
     def _request_of(self, choice: Choice) -> Request:
         return self.requests[choice.index // self.n]

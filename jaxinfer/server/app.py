@@ -37,6 +37,7 @@ from jaxinfer.server.transport import (
     json_response,
     key_check,
     on_error,
+    origin_check,
     read_body,
     unless_gone,
 )
@@ -79,7 +80,8 @@ def create_app(
     app.state.worker = worker
     app.state.live = live = LiveFeed(llm, worker, served_model_name or llm.model_name)
     handlers = _Handlers(llm, worker, served_model_name or llm.model_name, max_body_bytes, receive_seconds)
-    keyed = APIRouter(dependencies=[Depends(key_check(api_key))] if api_key else [])
+    checks = [origin_check(cors_origins), *([key_check(api_key)] if api_key else [])]
+    keyed = APIRouter(dependencies=[Depends(check) for check in checks])
     keyed.add_api_route("/v1/completions", handlers.completions, methods=["POST"])
     keyed.add_api_route("/v1/chat/completions", handlers.chat_completions, methods=["POST"])
     keyed.add_api_route("/v1/models", handlers.models, methods=["GET"])
@@ -236,6 +238,9 @@ class _Handlers:
                 if getattr(body, name) is not None:
                     raise RequestError(f"{name} belongs to messages; leave it out beside prompt", name)
             return self._tokenizer().encode(body.prompt)
+        template = self.llm.chat_template
+        if body.tools and not (template is not None and template.takes_tools):
+            raise RequestError("this model's chat template has no place for tools", "tools")
         messages, options = body.template_input(body.messages)
         return self.llm.encode_chat(messages, **options)
 

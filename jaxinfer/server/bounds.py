@@ -13,9 +13,9 @@ CHARACTERS_PER_TOKEN = 128
 """No vocabulary in use has a longer token (128 spaces), so a text of more than this many characters for each
 token of max_model_len is refused without tokenising it, which takes a second a megabyte."""
 
-MAX_LOGPROB_ENTRIES = 4_000_000
-"""Most log-probabilities that one answer may come to hold, at some 250 bytes each: one continuation of 128k
-tokens with all of 20 each passes."""
+MAX_LOGPROB_ENTRIES = 1_000_000
+"""Most log-probabilities that one answer may come to hold, at some 250 bytes and 3.5 us of JSON each: one
+continuation of 47k tokens with all of 20 each passes."""
 
 
 def check_texts(texts: Iterable[object], limits: Limits, param: str) -> None:
@@ -33,13 +33,16 @@ def check_texts(texts: Iterable[object], limits: Limits, param: str) -> None:
 
 
 def texts_of(messages: Iterable[Mapping[str, Any]]) -> Iterable[object]:
-    """The texts of a conversation as chat templates take it: the contents of messages, or of their parts."""
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            yield from (part.get("text") for part in content)
-        else:
-            yield content
+    """Every text of a conversation as chat templates take it, however deep: contents, parts, names, calls."""
+    waiting: list[Any] = list(messages)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, str):
+            yield value
 
 
 def check_logprobs(requests: Sequence[Request], limits: Limits) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from jaxinfer.core import RequestError
 from jaxinfer.server.structures import Strict
@@ -46,7 +48,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    annotations: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of OpenAI's answers: empty
     refusal: None = None
     audio: None = None
     tool_calls: list[ToolCall] | None = None
@@ -89,10 +91,14 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
     return known if call.id is None else {"id": call.id, **known}
 
 
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _object_or_none(text: str) -> Any:
     """A call without arguments may have been written as no text at all."""
     try:
-        return json.loads(text or "{}")
+        return json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
 

@@ -12,6 +12,7 @@ there is one; examples/monitoring/README.md lists what there is, and how it diff
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -221,15 +222,17 @@ class Shares:
         self._clock = clock
         # The first is what rates are taken from; readings less than a second apart are not all kept.
         self._readings = deque([(clock(), 0.0, 0.0)])
+        self._lock = threading.Lock()  # two scrapes may read at once
 
     def rates(self, first: float, second: float) -> tuple[float, float]:
         """Per second, of both counts, as they are now."""
-        now = self._clock()
-        while len(self._readings) > 1 and self._readings[1][0] <= now - SHARE_S:
-            self._readings.popleft()
-        then, first_then, second_then = self._readings[0]
-        if now - self._readings[-1][0] >= 1.0:
-            self._readings.append((now, first, second))
+        with self._lock:
+            now = self._clock()
+            while len(self._readings) > 1 and self._readings[1][0] <= now - SHARE_S:
+                self._readings.popleft()
+            then, first_then, second_then = self._readings[0]
+            if now - self._readings[-1][0] >= 1.0:
+                self._readings.append((now, first, second))
         seconds = now - then
         if seconds <= 0:
             return 0.0, 0.0

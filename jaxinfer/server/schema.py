@@ -60,9 +60,11 @@ LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "
 
 
 class StreamOptions(Strict):
-    """`include_usage` asks for one more chunk, the last, that holds the usage of the whole answer."""
+    """`include_usage` asks for one more chunk, the last, that holds the usage of the whole answer. With it,
+    vLLM's `continuous_usage_stats` asks for the usage so far in every chunk; alone it asks for nothing."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -128,8 +130,10 @@ class _Sampled(Strict):
     cache_salt: str | None = None
 
     def _wanted(self, **others: Any) -> Wanted:
+        stream = self.stream_options or StreamOptions()
         return Wanted(
-            include_usage=self.stream_options is not None and bool(self.stream_options.include_usage),
+            include_usage=bool(stream.include_usage),
+            usage_so_far=bool(stream.include_usage and stream.continuous_usage_stats),
             token_ids=bool(self.return_token_ids),
             names_as_ids=bool(self.return_tokens_as_token_ids),
             prompt_logprobs=self.prompt_logprobs,

@@ -12,7 +12,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -127,6 +127,25 @@ async def _send_part(send: Send, part: bytes) -> None:
 
 
 # ------------------------------------------------------------------------------- keys, ids and errors
+
+
+def origin_check(allowed: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
+    """A dependency that refuses requests which a page of another site makes from somebody's browser: its
+    Origin is neither in `allowed` ("*": all) nor this server's. A browser asks no leave for a body that it
+    calls text/plain, and such a page would drive a server that listens on this machine alone."""
+
+    async def check(http: HttpRequest) -> None:
+        origin = http.headers.get("origin")
+        if origin is None or "*" in allowed or origin in allowed:
+            return
+        if origin.partition("://")[2] != http.headers.get("host"):
+            raise ApiError(
+                403,
+                f"pages of {origin!r} may not use this server; --cors-origin allows them",
+                code="origin_not_allowed",
+            )
+
+    return check
 
 
 def key_check(api_key: str) -> Callable[[HttpRequest], Awaitable[None]]:

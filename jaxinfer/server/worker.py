@@ -363,7 +363,6 @@ class EngineWorker:
             if self._stopping:
                 return False
             commands, self._commands = self._commands, []
-            questions, self._questions = self._questions, []
             self._step_began = time.monotonic()
         touched: dict[Ticket, None] = {}
         for what, ticket in commands:
@@ -374,6 +373,8 @@ class EngineWorker:
             touched[ticket] = None
         self._settle(touched)  # before the step: it may take long, and submitters wait to hear
         touched.clear()
+        with self._wakeup:  # only now: a question that was taken away before a fault would never be answered
+            questions, self._questions = self._questions, []
         for question in questions:
             question.put()
         if self._engine.has_work:

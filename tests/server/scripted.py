@@ -20,7 +20,7 @@ from jaxinfer.engine.output import LOGPROB_FLOOR
 VOCAB = 256
 
 
-def eventually(check, seconds: float = 5.0) -> bool:
+def eventually(check, seconds: float = 30) -> bool:
     """Whether `check()` becomes true in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

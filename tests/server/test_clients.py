@@ -146,7 +146,8 @@ def test_langchain(url: str):
     ("path", "body"),
     [
         # guidellm
-        ("/v1/completions", {"prompt": "Gravity is", "max_tokens": 5, "stop": None, "ignore_eos": True}),
+        ("/v1/completions", {"prompt": "Gravity is", "max_tokens": 5, "stop": None, "ignore_eos": True,
+          "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],

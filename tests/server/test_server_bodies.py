@@ -296,3 +296,41 @@ def test_tokens_there_and_back(client: TestClient):
             assert refused(client.post("/tokenize", json={"prompt": "a", name: value}))["param"] == name
         assert client.post("/tokenize", json={"prompt": "a", name: None}).status_code == 200
     refused(client.post("/detokenize", json={"tokens": [256]}))
+
+
+def test_a_history_that_openai_has_answered_is_taken(client: TestClient) -> None:
+    """Its answers carry an empty list of annotations; one with something in it cannot be shown to a model."""
+    turn = {"role": "assistant", "content": "a", "annotations": [], "refusal": None}
+    body = {"messages": [USER, turn, USER], "max_tokens": 1}
+    assert client.post(CHAT, json=body).status_code == 200
+    turn["annotations"] = [{"type": "url_citation"}]
+    refused(client.post(CHAT, json=body))
+
+
+def test_arguments_of_a_call_are_strict_json(client: TestClient) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
+    error = refused(client.post(CHAT, json={"messages": messages, "max_tokens": 1}))
+    assert error["param"].endswith("function.arguments")
+
+
+def test_names_and_arguments_count_as_text(client: TestClient) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f" * 7_000_000, "arguments": "{}"}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
+    assert "max_model_len" in refused(client.post(CHAT, json={"messages": messages}))["message"]
+
+
+def test_usage_so_far_in_every_chunk(client: TestClient) -> None:
+    """vLLM's continuous_usage_stats, which load tools send: only beside include_usage."""
+    for whole in (True, False):
+        options = {"include_usage": whole, "continuous_usage_stats": True}
+        body = {"prompt": "ab", "max_tokens": 3, "stream": True, "stream_options": options}
+        lines = client.post(COMPLETIONS, json=body).text.split("\n\n")
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        if not whole:
+            assert all("usage" not in chunk for chunk in chunks)
+            continue
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] >= 1
+        assert counts[-1] == 3

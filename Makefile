@@ -64,7 +64,7 @@ check-gpu: $(VENV_GPU)/.installed
 
 # The kernels on the oldest jax that pyproject.toml allows; `make test` runs them on the newest.
 test-kernels-oldest: $(VENV_OLDEST)/.installed
-	$(VENV_OLDEST)/bin/python -m pytest tests/kernels
+	$(VENV_OLDEST)/bin/python -m pytest -m "not slow" tests/kernels
 
 bench: $(VENV)/.installed-run
 	$(BIN)/jaxinfer pull smollm2-135m

@@ -151,6 +151,7 @@ BOUNDS: dict[Format, float] = {"int8": 1.01, "int4": 1.4}
 4 bits on another grid (Q4_1) already; docs/log.md has the figures, those of fp8 too."""
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_perplexity_of_the_real_model(smollm2_path: Path) -> None:
     """The same text by each: 8 bits are all but free."""

@@ -16,6 +16,7 @@ from jaxinfer.core import ConfigError, RequestOutput, SamplingParams
 from pallas_kernels import CPU, Backend, Geometry
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("compile_cache"),
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]

@@ -17,7 +17,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 NAME = "smollm2-135m"
 MESSAGES: list[Any] = [{"role": "user", "content": "Say hello."}]

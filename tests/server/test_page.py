@@ -29,6 +29,7 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="chromium and chromedriver are not installed"),
     pytest.mark.timeout(300),
 ]
@@ -389,7 +390,6 @@ def test_a_key_is_asked_for_and_used(browser: Any, start: Callable[..., str], sh
     assert "s3cret" not in browser.current_url
 
 
-@pytest.mark.slow
 def test_without_a_chat_template_the_text_is_continued(
     browser: Any, start: Callable[..., str], shots: Path, tmp_path: Path
 ):
@@ -412,7 +412,6 @@ def test_without_a_chat_template_the_text_is_continued(
     assert all(page.answers())
 
 
-@pytest.mark.slow
 @pytest.mark.model
 def test_a_chat_with_a_real_model(browser: Any, start: Callable[..., str], shots: Path):
     flags = ["--max-model-len", "512", "--max-num-seqs", "4", "--warmup", "lazy"]

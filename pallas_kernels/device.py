@@ -47,6 +47,13 @@ class Geometry:
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
 
+    @classmethod
+    def of(cls, q: Any, pages: Any) -> Geometry:
+        """That of queries [T, N, H] over pages [M, K, Z, H]."""
+        _, heads, width = q.shape
+        _, kv_heads, page_size, _ = pages.shape
+        return cls(heads, kv_heads, width, page_size, q.dtype.name, pages.dtype.name)
+
     @property
     def group(self) -> int:
         """G, query heads per KV head."""

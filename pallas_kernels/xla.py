@@ -109,7 +109,7 @@ def _online_softmax(q, k_pages, v_pages, page_table, first, kv_len, last, block_
     window, sinks = rule.window, rule.sinks
     sink_blocks = -(-sinks // block_keys)
     end = (jnp.max(kv_len) + block_keys - 1) // block_keys
-    begin = sink_blocks
+    begin = 0
     if window is not None:
         begin = jnp.min(jnp.where(kv_len > 0, first, jnp.max(kv_len))) // block_keys
         begin = jnp.maximum(begin, sink_blocks)
@@ -150,13 +150,10 @@ def _online_softmax(q, k_pages, v_pages, page_table, first, kv_len, last, block_
 
     shape = (rows, kv_heads, queries)
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    if window is None:
-        largest, total, out = lax.fori_loop(0, end, body, start)
-    elif not sink_blocks:
-        largest, total, out = lax.fori_loop(begin, end, body, start)
-    else:
-        blocks = jnp.minimum(sink_blocks, end) + jnp.maximum(end - begin, 0)
-        largest, total, out = lax.fori_loop(0, blocks, body, start)
+    counts = (begin, end)
+    if sink_blocks:  # those of the sinks come first, whatever their numbers
+        counts = (0, jnp.minimum(sink_blocks, end) + jnp.maximum(end - begin, 0))
+    largest, total, out = lax.fori_loop(*counts, body, start)
     # NaN among a row's own keys must show, and a maximum may pass it over: the sum does not.
     unseen = (largest <= _MASKED) & ~jnp.isnan(total)
     return jnp.where(unseen[..., None], 0.0, out / total[..., None])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxinfer.core import RequestError
-from jaxinfer.server.structures import Strict
+from jaxinfer.server.structures import Strict, refuse_constant
 from jaxinfer.server.tools import Tool
 
 _NOT_FOR_TEMPLATES = frozenset({
@@ -91,14 +91,10 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
     return known if call.id is None else {"id": call.id, **known}
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
 def _object_or_none(text: str) -> Any:
     """A call without arguments may have been written as no text at all."""
     try:
-        return json.loads(text or "{}", parse_constant=_refuse_constant)
+        return json.loads(text or "{}", parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return None
 

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from jaxinfer.core import MAX_LOGPROBS, STRUCTURES, RequestError, SamplingParams
 from jaxinfer.server.answers import Wanted
 from jaxinfer.server.messages import Conversation, Message
-from jaxinfer.server.structures import ResponseFormat, Strict, StructuredOutputs
+from jaxinfer.server.structures import ResponseFormat, Strict, StructuredOutputs, refuse_constant
 from jaxinfer.server.tools import ToolChoice, ToolUse, tool_use
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
@@ -299,7 +299,7 @@ def parse_body[Body: BaseModel](raw: bytes, model: type[Body]) -> Body:
     """Read one JSON body strictly. Raises RequestError with the parameter at fault named."""
     try:
         # From bytes, json.loads would guess UTF-16 and let encoded surrogates pass; and it reads NaN.
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=refuse_constant)
         if b"\\ud" in raw.lower():
             _refuse_lone_surrogates(value)
     except (ValueError, RecursionError) as error:
@@ -314,10 +314,6 @@ def parse_body[Body: BaseModel](raw: bytes, model: type[Body]) -> Body:
         raise _request_error(error, model) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _refuse_lone_surrogates(value: Any) -> None:

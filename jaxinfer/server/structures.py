@@ -9,6 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from jaxinfer.core import RequestError
 
 
+def refuse_constant(name: str) -> Any:
+    """json's `parse_constant`: NaN and Infinity, which Python reads, are not JSON."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
 class Strict(BaseModel):
     """JSON types are taken as they are ("5" is no number, true is no 1) and unknown keys are refused."""
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxinfer.core import RequestError
-from jaxinfer.server.structures import Strict
+from jaxinfer.server.structures import Strict, refuse_constant
 
 MAX_TOOLS = 128
 """Functions of one request (OpenAI's own limit)."""
@@ -229,7 +229,7 @@ class CallParser:
                 at += 1
                 continue
             try:
-                _, end = json.JSONDecoder(parse_constant=_refuse).raw_decode(text, at)
+                _, end = json.JSONDecoder(parse_constant=refuse_constant).raw_decode(text, at)
             except (ValueError, RecursionError):
                 return []
             call = self._call(text[at:end], bare=True)
@@ -241,7 +241,7 @@ class CallParser:
 
     def _call(self, text: str, *, bare: bool) -> Call | None:
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = json.loads(text, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             return None
         if not isinstance(value, dict) or not set(value) <= set(_CALL_KEYS):
@@ -253,10 +253,6 @@ class CallParser:
         if not isinstance(arguments, dict) or (bare and not given):
             return None
         return Call(f"call_{uuid.uuid4().hex}", name, _as_json(arguments))
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _as_json(value: Any) -> str:

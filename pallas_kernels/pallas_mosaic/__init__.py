@@ -47,16 +47,13 @@ def paged_attention(
     lowering a Mosaic kernel takes a second."""
     assert not isinstance(k_pages, QuantizedPages), "`unsupported` refuses quantised pages"
     assert not isinstance(v_pages, QuantizedPages)
-    tokens, heads, width = q.shape
+    tokens = q.shape[0]
     parts = []
     if decode_rows:
         table, kv_len = batch.page_table[:decode_rows], batch.kv_len[:decode_rows]
         parts.append(decode(q[:decode_rows], k_pages, v_pages, table, kv_len, rule=rule, backend=backend))
     if decode_rows < tokens:
-        geometry = Geometry(
-            heads, k_pages.shape[1], width, k_pages.shape[2], q.dtype.name, k_pages.dtype.name
-        )
-        batch.check_tiles(prefill_kernels.query_tile(geometry, backend.device))
+        batch.check_tiles(*query_tiles(backend.device, Geometry.of(q, k_pages)))
         chunks = prefill_kernels.prefill(
             q, k_pages, v_pages, batch.page_table, batch.positions, batch.kv_len, batch.tiles[0],
             batch.num_tiles,

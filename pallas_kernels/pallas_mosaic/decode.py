@@ -67,10 +67,7 @@ def decode(
     Rows that see no key give zeros. `common.unsupported_shapes` says for which shapes there are kernels;
     `reference.paged_attention` is the specification.
     """
-    rows, heads, width = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
-    target = Target.of(backend)
-    geometry = Geometry(heads, kv_heads, width, page_size, q.dtype.name, k_pages.dtype.name)
+    rows, target, geometry = q.shape[0], Target.of(backend), Geometry.of(q, k_pages)
     device, pages = backend.device, page_table.shape[1]
     tuned = lookup(device.kind, "pallas_mosaic.decode", geometry_key(geometry, rows))
     sizes = plan(rows, pages, geometry, target.shared_bytes, device.num_cores, tuned)

@@ -67,10 +67,8 @@ def paged_attention(
     backend: Backend,
 ) -> jax.Array:
     """See `pallas_kernels.attention.paged_attention`. Jitted so that equal layers are lowered once."""
-    tokens, heads, width = q.shape
-    num_pages, kv_heads, page_size, _ = k_pages.shape
-    device = backend.device
-    geometry = Geometry(heads, kv_heads, width, page_size, q.dtype.name, k_pages.dtype.name)
+    tokens, num_pages, device = q.shape[0], k_pages.shape[0], backend.device
+    geometry = Geometry.of(q, k_pages)
     most = most_pages(geometry)
     assert most is None or num_pages <= most, f"{num_pages} pages, Pallas Triton can index {most}"
     decoded = None

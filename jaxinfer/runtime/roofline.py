@@ -25,6 +25,12 @@ logger = logging.getLogger(__name__)
 
 TIMED_S = 0.1
 """About how long each of the two limits is measured, after its compile."""
+SWEPT_BYTES = 256 << 20
+"""Memory swept on a GPU: more than its caches hold (50 MB on an H200)."""
+SIDE = 4096
+"""Of the square matrices multiplied on a GPU: 96 MB in bfloat16."""
+REPEATS = 16
+"""How many times more, within a program, makes the time that is measured there."""
 
 
 class StepCost:
@@ -108,24 +114,55 @@ def measure_machine(platform: str, dtype: Any) -> Machine:
     """Measure the default device: under a second on a CPU, besides two small compiles.
 
     On CPU the bandwidth is that of reading a matrix of 64 MB (beyond the caches of a few cores, and little
-    where memory is short), elsewhere of copying one of 512 MB; they and what comes out are freed at the end.
-    Raises what jax raises when there is no room for them.
+    where memory is short), elsewhere of reading and writing SWEPT_BYTES in place. What it takes is freed at
+    the end; the pool of pages has its memory by then, so little more than SWEPT_BYTES is taken at a time.
+    Raises what jax raises when there is no room, and ArithmeticError where the clock is too coarse.
     """
-    on_cpu = platform == "cpu"
     dtype = jnp.dtype(dtype)
-    large = jnp.ones((4096, (4 if on_cpu else 32) * 1024), jnp.float32)
-    if on_cpu:
-        read = _best(jnp.dot, (large, jnp.ones(large.shape[1:], jnp.float32)))
-        bandwidth = large.nbytes / read
+    if platform == "cpu":
+        large = jnp.ones((4096, 4096), jnp.float32)
+        bandwidth = large.nbytes / _best(jnp.dot, (large, jnp.ones(large.shape[1:], jnp.float32)))
+        del large
+        square = jnp.ones((1024, 1024), dtype)
+        rate = 2 * 1024**3 / _best(jnp.dot, (square, square))
+        del square
     else:
-        bandwidth = 2 * large.nbytes / _best(jnp.negative, (large,))
-    del large
-    size = 1024 if on_cpu else 8192
-    square = jnp.ones((size, size), dtype)
-    rate = 2 * size**3 / _best(jnp.dot, (square, square))
-    del square
+        swept = jnp.ones((SWEPT_BYTES // 4,), jnp.float32)
+        bandwidth = 2 * SWEPT_BYTES / seconds_of_one(jnp.negative, swept)
+        del swept
+        # The product of ones and 1 / side is ones again, however often.
+        factor = jnp.full((SIDE, SIDE), 1 / SIDE, dtype)
+        rate = 2 * SIDE**3 / seconds_of_one(jnp.dot, jnp.ones((SIDE, SIDE), dtype), factor)
+        del factor
     release_freed_memory()
     return Machine(bandwidth, rate, dtype.name)
+
+
+def repeated(step: Callable[..., jax.Array]) -> Any:
+    """The program (x, count, *others) -> x after `count` times x = step(x, *others), in the memory of x."""
+
+    def run(x: jax.Array, count: jax.Array, *others: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, count, lambda _, x: step(x, *others), x)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def seconds_of_one(step: Callable[..., jax.Array], x: jax.Array, *others: jax.Array) -> float:
+    """Time of one x = step(x, *others), of many in one program, so that arrays need not be large: what the
+    start and the end of a program cost is in both of the times taken and falls out. `x` is used up."""
+    program = repeated(step)
+    x = jax.block_until_ready(program(x, 1, *others))
+    best = {1: float("inf"), 1 + REPEATS: float("inf")}
+    end = time.perf_counter() + TIMED_S
+    while time.perf_counter() < end or best[1 + REPEATS] == float("inf"):
+        for count in best:
+            start = time.perf_counter()
+            x = jax.block_until_ready(program(x, count, *others))
+            best[count] = min(best[count], time.perf_counter() - start)
+    seconds = (best[1 + REPEATS] - best[1]) / REPEATS
+    if seconds <= 0:
+        raise ArithmeticError(f"{REPEATS} more steps took no time: {best}")
+    return seconds
 
 
 def _best(function: Callable[..., jax.Array], arguments: Sequence[jax.Array]) -> float:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from tiny import TINY, engine_over, greedy, prompts, random_tensors, tiny_config, tiny_runner
 
 from jaxinfer.config import LayerConfig
 from jaxinfer.core import Slice, StepPlan
-from jaxinfer.runtime import JaxRunner
+from jaxinfer.runtime import JaxRunner, roofline
 from jaxinfer.runtime import runner as runner_module
 from jaxinfer.runtime.roofline import keys_of, measure_machine
 
@@ -127,6 +130,29 @@ def test_no_room_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, caplog: A
 
 def test_the_weights_own_type_is_what_is_multiplied() -> None:
     assert measure_machine("cpu", "bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_measuring_beside_a_full_pool_takes_little_memory(dtype: str) -> None:
+    """On a GPU the pool has its memory before: of 0.9 of what was free, the rest must do."""
+    swept = jax.ShapeDtypeStruct((roofline.SWEPT_BYTES // 4,), jnp.float32)
+    square = jax.ShapeDtypeStruct((roofline.SIDE, roofline.SIDE), dtype)
+    for step, arguments in ((jnp.negative, (swept, 2)), (jnp.dot, (square, 2, square))):
+        memory = roofline.repeated(step).lower(*arguments).compile().memory_analysis()
+        taken = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        # XLA:CPU widens bfloat16 for its products; a GPU does not.
+        assert taken + (memory.temp_size_in_bytes if dtype == "float32" else 0) < 280 << 20
+
+
+def test_one_of_many_steps_is_timed_by_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = jnp.ones((1 << 20,), jnp.float32)
+    seconds = roofline.seconds_of_one(jnp.negative, x)
+    assert 1e-6 < seconds < 0.05
+    assert x.is_deleted(), "it is swept in place"
+    ticks = itertools.count()  # a clock that says the same of any number of steps
+    monkeypatch.setattr(roofline, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    with pytest.raises(ArithmeticError):
+        roofline.seconds_of_one(jnp.negative, jnp.ones(1))
 
 
 def test_weights_in_random_tensors_are_all_counted() -> None:

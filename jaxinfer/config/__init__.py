@@ -9,6 +9,7 @@ from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, Yarn
 from jaxinfer.config.steps import (
     SampleShape,
     StepShape,
+    choose_step_shape,
     invariant_ladder,
     is_invariant,
     most_emitting,
@@ -27,6 +28,7 @@ __all__ = [
     "SampleShape",
     "StepShape",
     "YarnRope",
+    "choose_step_shape",
     "invariant_ladder",
     "is_invariant",
     "most_emitting",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxinfer.core import StepPlan
+
 QUERY_TILES = (256, 32)
 """Tokens of the tiles that attention cuts chunks into, largest first, where no backend asks for others."""
 
@@ -117,6 +119,18 @@ def is_invariant(ladder: tuple[StepShape, ...]) -> bool:
 def most_emitting(ladder: tuple[StepShape, ...]) -> int:
     """R, the most slices of a step that emit: the max_num_seqs that the ladder was made for."""
     return max(max(shape.decode_rows, shape.chunk_rows) for shape in ladder)
+
+
+def choose_step_shape(plan: StepPlan, ladder: tuple[StepShape, ...]) -> StepShape:
+    """The cheapest bucket that holds the plan."""
+    total = plan.num_tokens
+    ones = 0 if is_invariant(ladder) else sum(len(piece.tokens) == 1 for piece in plan.slices)
+    chunks = len(plan.slices) - ones
+    chunk_tokens = total - ones
+    for shape in ladder:
+        if shape.holds(ones, chunks, chunk_tokens):
+            return shape
+    raise AssertionError(f"no bucket holds {ones} one-token slices, {chunks} chunks, {chunk_tokens} tokens")
 
 
 FEW_CHANGES = 512

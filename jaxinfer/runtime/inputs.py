@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.config import StepShape, is_invariant
+from jaxinfer.config import StepShape
 from jaxinfer.core import Slice, StepPlan
 from jaxinfer.model.kv import WriteSlots
 from pallas_kernels.batch import RaggedBatch, fill_tiles, tile_capacity
@@ -74,18 +74,6 @@ def layout(shape: StepShape, table_width: int, most_emitting: int) -> Layout:
     }  # fmt: skip
     parts |= {f"tiles{size}": (room, 3) for size, room in zip(sizes, capacity, strict=True)}
     return Layout.of(parts)
-
-
-def choose_shape(plan: StepPlan, ladder: tuple[StepShape, ...]) -> StepShape:
-    """The cheapest bucket that holds the plan."""
-    total = plan.num_tokens
-    ones = 0 if is_invariant(ladder) else sum(len(piece.tokens) == 1 for piece in plan.slices)
-    chunks = len(plan.slices) - ones
-    chunk_tokens = total - ones
-    for shape in ladder:
-        if shape.holds(ones, chunks, chunk_tokens):
-            return shape
-    raise AssertionError(f"no bucket holds {ones} one-token slices, {chunks} chunks, {chunk_tokens} tokens")
 
 
 def pack(

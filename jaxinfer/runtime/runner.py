@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxinfer.config import ModelConfig, StepShape
+from jaxinfer.config import ModelConfig, StepShape, choose_step_shape
 from jaxinfer.core import Draw, Sampled, StepPlan, StepResult
 from jaxinfer.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS
 from jaxinfer.model.kv import KVState, create_kv
@@ -142,7 +142,7 @@ class JaxRunner:
         if self.kv is not None and self.kv.is_deleted:
             self.kv = None  # Ctrl-C came between the call that took it and the name of its result
         try:
-            shape = inputs.choose_shape(plan, self.ladder)
+            shape = choose_step_shape(plan, self.ladder)
             program = self._program(shape, plan.step)
             chained = any(piece.chained for piece in plan.slices)
             buffer, places = inputs.pack(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxinfer.config import (
     EngineConfig,
     StepShape,
+    choose_step_shape,
     invariant_ladder,
     most_emitting,
     sample_ladder,
@@ -92,7 +93,7 @@ def test_without_decode_rows_one_token_slices_are_chunks() -> None:
     """In invariant ladders: rows and places follow the order of the slices, and each is a tile."""
     (shape,) = invariant_ladder(4, 8)
     plan = StepPlan(0, (piece(6, (11,), (7, 3), uid=1, chained=True), piece(4, (21, 22, 23), (5, 9))))
-    assert inputs.choose_shape(plan, (shape,)) == shape
+    assert choose_step_shape(plan, (shape,)) == shape
     view = packed(shape, *plan.slices, sampled_rows={1: 3})
     assert view["tokens"].tolist() == [11, 21, 22, 23, 0, 0, 0, 0]
     assert view["source"].tolist() == [3, -1, -1, -1, -1, -1, -1, -1]
@@ -241,7 +242,7 @@ def test_every_plan_within_the_limits_fits_a_bucket(drawn: tuple[int, int, list[
     assert len(set(ladder)) == len(ladder)
     assert list(ladder) == sorted(ladder)
     slices = tuple(piece(0, (1,) * n, (1,)) for n in counts)
-    shape = inputs.choose_shape(StepPlan(0, slices), ladder)
+    shape = choose_step_shape(StepPlan(0, slices), ladder)
     ones = sum(n == 1 for n in counts)
     assert shape.holds(ones, len(counts) - ones, sum(counts) - ones)
     assert shape.tokens <= rows + budget
@@ -258,7 +259,7 @@ def test_the_fullest_plans_fit(rows: int, budget: int, platform: str) -> None:
     for counts in full:
         if counts and min(counts) >= 1 and len(counts) <= rows and sum(counts) <= budget:
             slices = tuple(piece(0, (1,) * n, (1,)) for n in counts)
-            inputs.choose_shape(StepPlan(0, slices), ladder)
+            choose_step_shape(StepPlan(0, slices), ladder)
 
 
 @pytest.mark.parametrize(("platform", "seqs", "tokens"), [("cpu", 32, 512), ("gpu", 256, 2048)])
@@ -285,7 +286,7 @@ def test_the_cheapest_bucket_is_taken() -> None:
         ([1, 17], "T40/D8/C4"),
     ]:
         plan = StepPlan(0, tuple(piece(0, (1,) * n, (1,)) for n in counts))
-        assert str(inputs.choose_shape(plan, ladder)) == expected
+        assert str(choose_step_shape(plan, ladder)) == expected
 
 
 def test_the_ladder_cuts_the_tiles_that_the_backend_wants() -> None:

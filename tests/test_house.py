@@ -22,10 +22,11 @@ ALLOWED = {
     "jaxinfer.config": {"jaxinfer.core"},
     "jaxinfer.text": {"jaxinfer.core"},
     "jaxinfer.engine": {"jaxinfer.core", "jaxinfer.text"},
+    "jaxinfer.planner": {"jaxinfer.core", "jaxinfer.config", "jaxinfer.presets"},
     "jaxinfer.model": {"jaxinfer.core", "jaxinfer.config", "pallas_kernels"},
     "jaxinfer.runtime": {
-        "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.text", "jaxinfer.presets",
-        "jaxinfer.progress", "pallas_kernels", "checkpoints",
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.planner", "jaxinfer.text",
+        "jaxinfer.presets", "jaxinfer.progress", "pallas_kernels", "checkpoints",
     },
     "jaxinfer.arguments": {"jaxinfer.core"},
     "jaxinfer.outputs": {"jaxinfer.core"},
@@ -46,6 +47,7 @@ FORBIDDEN = {
     "jaxinfer.engine": {"jax", "jaxlib", "numpy", "flax"},
     "jaxinfer.text": {"jax", "jaxlib", "flax"},
     "jaxinfer.config": {"jax", "jaxlib", "numpy", "flax"},
+    "jaxinfer.planner": {"jax", "jaxlib", "numpy", "flax"},
     "pallas_kernels": {"flax"},
     "checkpoints": {"jax", "jaxlib", "flax"},
 }

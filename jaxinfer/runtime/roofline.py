@@ -19,6 +19,7 @@ from flax import nnx
 from jaxinfer.config import ModelConfig
 from jaxinfer.core import StepPlan
 from jaxinfer.model.kv import KVState
+from jaxinfer.planner import ModelCosts
 from jaxinfer.runtime.trace import release_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -34,67 +35,32 @@ REPEATS = 16
 
 
 class StepCost:
-    """Counts what steps move (bytes) and compute (floating-point operations: a multiply-add is two).
+    """Adds up what the steps of one runner move (bytes) and compute (operations): `ModelCosts` says how."""
 
-    A step reads all weights of the layers once; the head once if it samples or scores; and for each slice the
-    K/V that its queries see, its own included, once. It computes 2 operations a weight and token (of the
-    head: a row of logits), and in attention 4 * head_dim for each head, query and key seen. Rows of the
-    embedding, the writing of K/V, norms and the sampler are not counted.
-    """
-
-    def __init__(self, config: ModelConfig, graph: nnx.GraphDef, state: nnx.State, kv: KVState):
-        model = nnx.merge(graph, state)
-        whole, head = _nbytes(state), _nbytes(nnx.state(model.output()))
-        tied = config.tie_word_embeddings
-        self.head_bytes = head
-        self.layer_bytes = whole - head - (0 if tied else _nbytes(nnx.state(model.embedding)))
-        self.head_params = config.vocab_size * config.hidden_size
-        self.layer_params = config.num_params - self.head_params * (1 if tied else 2)
-        places = kv.num_pages * kv.page_size
-        key_operations = 4 * config.num_heads * config.head_dim
-        # Layers of one window see the same keys: window -> bytes a key, operations a query and key.
-        self._views: dict[int | None, tuple[float, int]] = {}
-        for layer, k, v in zip(config.layers, kv.k, kv.v, strict=True):
-            size, operations = self._views.get(layer.window, (0.0, 0))
-            size += _nbytes((k, v)) / places
-            self._views[layer.window] = size, operations + key_operations
+    def __init__(self, costs: ModelCosts):
+        self.costs = costs
         self.moved_bytes = 0.0
         self.operations = 0.0
 
     def add(self, plan: StepPlan) -> None:
         """Count one step."""
-        rows = sum(piece.emit + len(piece.targets) for piece in plan.slices)
-        moved: float = self.layer_bytes + (self.head_bytes if rows else 0)
-        operations: float = 2 * (self.layer_params * plan.num_tokens + self.head_params * rows)
-        for window, (key_bytes, key_operations) in self._views.items():
-            read, seen = keys_of(plan, window)
-            moved += key_bytes * read
-            operations += key_operations * seen
-        self.moved_bytes += moved
-        self.operations += operations
+        work = self.costs.work_of(plan)
+        self.moved_bytes += self.costs.moved_bytes(work)
+        self.operations += self.costs.operations(work)
 
 
-def keys_of(plan: StepPlan, window: int | None) -> tuple[int, int]:
-    """Keys that the slices read, each once a slice; and keys seen, by all queries together."""
-    read = seen = 0
-    for piece in plan.slices:
-        start, count = piece.start, piece.count
-        if count == 1:
-            keys = start + 1 if window is None else min(start + 1, window)
-            read += keys
-            seen += keys
-        elif window is None:
-            read += start + count
-            seen += count * start + count * (count + 1) // 2
-        else:
-            read += start + count - max(0, start - window + 1)
-            growing = min(count, max(0, window - start))  # queries that see less than a window before them
-            seen += growing * start + growing * (growing + 1) // 2 + (count - growing) * window
-    return read, seen
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+def costs_of(config: ModelConfig, graph: nnx.GraphDef, state: nnx.State, kv: KVState) -> ModelCosts:
+    """The arithmetic of a model as it lies in memory: dtypes are read off its arrays."""
+    model = nnx.merge(graph, state)
+    formats = {"int8": "int8", "uint8": "int4", "float8_e4m3fn": "fp8"}  # of pallas_kernels.quantized
+    weights = {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model.layers))}
+    pages = jax.tree.leaves(kv.k[0])[0].dtype.name
+    return ModelCosts(
+        config,
+        dtype=jax.tree.leaves(nnx.state(model.embedding))[0].dtype.name,
+        kv_dtype={"float8_e4m3fn": "fp8_e4m3"}.get(pages, pages),
+        quantization=next((formats[name] for name in sorted(weights) if name in formats), None),
+    )
 
 
 # ---------------------------------------------------------------------------------------- the machine

@@ -18,7 +18,7 @@ from jaxinfer.progress import phase
 from jaxinfer.runtime import draws as step_draws
 from jaxinfer.runtime import inputs, steps
 from jaxinfer.runtime.programs import COPY, SCORE, Bucket, Program, Programs, manifest_table
-from jaxinfer.runtime.roofline import Machine, StepCost, measure_machine
+from jaxinfer.runtime.roofline import Machine, StepCost, costs_of, measure_machine
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class JaxRunner:
         self._most_emitting = self.programs.most_emitting
         self._tokens_run = self._tokens_padded = 0
         assert self.kv is not None
-        self._cost = StepCost(config, graph, state, self.kv)
+        self._cost = StepCost(costs_of(config, graph, state, self.kv))
         self.machine: Machine | None = None
         # The step dispatched last, and once it is sampled: the row of each sequence, and the tokens by row.
         self._last: Pending | None = None

@@ -15,9 +15,10 @@ from tiny import TINY, engine_over, greedy, prompts, random_tensors, tiny_config
 
 from jaxinfer.config import LayerConfig
 from jaxinfer.core import Slice, StepPlan
+from jaxinfer.planner import keys_of
 from jaxinfer.runtime import JaxRunner, roofline
 from jaxinfer.runtime import runner as runner_module
-from jaxinfer.runtime.roofline import keys_of, measure_machine
+from jaxinfer.runtime.roofline import measure_machine
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -41,7 +42,8 @@ def test_keys_are_those_that_the_queries_see(window: int | None) -> None:
             ]
             read += len(set().union(*views))
             seen += sum(map(len, views))
-        assert keys_of(StepPlan(0, slices), window) == (read, seen)
+        each = [keys_of(one.start, one.count, window) for one in slices]
+        assert (sum(r for r, _ in each), sum(s for _, s in each)) == (read, seen)
 
 
 def cost_of(runner: JaxRunner, *slices: Slice) -> tuple[float, float]:
@@ -57,9 +59,10 @@ def test_the_parts_of_a_step_add_up(tied: bool) -> None:
     config = tiny_config(tie_word_embeddings=tied)
     runner = tiny_runner(config)
     d, v = config.hidden_size, config.vocab_size
+    norms = 2 * config.num_layers * d
     layers = 4 * (config.num_params - (1 if tied else 2) * v * d - d)
     key, key_operations = 2 * 2 * 2 * 16 * 4, 2 * 4 * 8 * 16
-    products = config.num_params - (1 if tied else 2) * v * d
+    products = config.num_params - (1 if tied else 2) * v * d - d - norms
     assert runner.stats()["param_bytes"] == 4 * config.num_params
 
     prefill = cost_of(runner, piece(0, 6))
@@ -93,10 +96,10 @@ def test_an_engine_counts_its_real_tokens() -> None:
     llm.generate(prompts([11], vocab_size=TINY.vocab_size), greedy(3), progress=False)
     stats = llm.stats()
     tokens = 11 + 2
-    products = runner._cost.layer_params * tokens + runner._cost.head_params * 3
+    products = runner._cost.costs.layer_params * tokens + runner._cost.costs.head_params * 3
     keys = sum(range(1, tokens + 1))
     assert stats["operations"] == 2 * products + 2 * 4 * 8 * 16 * keys
-    assert stats["moved_bytes"] > 3 * runner._cost.layer_bytes
+    assert stats["moved_bytes"] > 3 * runner._cost.costs.layer_bytes
 
 
 # ---------------------------------------------------------------------------------------- the machine
@@ -158,6 +161,6 @@ def test_one_of_many_steps_is_timed_by_the_difference(monkeypatch: pytest.Monkey
 def test_weights_in_random_tensors_are_all_counted() -> None:
     """The head and the layers are all that a step reads; the embedding is looked up."""
     runner = tiny_runner(tensors=random_tensors(TINY))
-    cost = runner._cost
+    cost = runner._cost.costs
     embedding = 4 * TINY.vocab_size * TINY.hidden_size
     assert cost.layer_bytes + cost.head_bytes + embedding == runner.stats()["param_bytes"]

@@ -1,0 +1,260 @@
+"""What a model's steps must move and compute, from its numbers alone: no weights, no device, no jax.
+
+One arithmetic for the planner, the simulator and the engine's own MBU and MFU. A step reads the weights of
+all layers once; the head once if it samples or scores; and for each slice the K/V that its queries see, its
+own included, once. It computes 2 operations a weight and token (of the head: a row of logits), and in
+attention 4 · H for each head, query and key seen (QK and PV; the causal half alone). Rows of the embedding,
+the writing of K/V, norms and the sampler are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxinfer.config import LayerConfig, ModelConfig
+from jaxinfer.core import ConfigError, StepPlan
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8_e4m3": 1.0}
+"""Of one number."""
+SCALE_BYTES = 4
+"""Of a scale: int8 pages have one a token and head, quantised weights one an output or group."""
+INT4_GROUPS = (64, 32)
+"""Inputs that share a scale: the first that divides them (pallas_kernels.GROUPS)."""
+
+Span = tuple[int, int]
+"""(start, count): a slice that runs `count` tokens from position `start`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step asks of one device. Bytes and operations of attention are kept by kind of slice (one
+    token or more), because kernels serve them at different shares of what a device can.
+
+    `places` and `head_places` count with the padding of the buckets that run.
+    """
+
+    tokens: int
+    rows: int
+    places: int
+    head_places: int
+    decode_rows: int = 0
+    decode_kv_bytes: float = 0.0
+    decode_operations: float = 0.0
+    chunk_kv_bytes: float = 0.0
+    chunk_operations: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """A model as it is run: dtype of weights and arithmetic, of the pages, quantised weights, and over how
+    many devices (`tensor_parallel`: heads, MLP and vocabulary are split; KV heads are split as far as they
+    go, then repeated). All bytes and operations are those of ONE device.
+
+    Raises ConfigError when the heads or the MLP cannot be split so.
+    """
+
+    config: ModelConfig
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    quantization: str | None = None
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        c, n = self.config, self.tensor_parallel
+        for name, allowed in (
+            ("dtype", ("float32", "bfloat16", "float16")), ("kv_dtype", tuple(BYTES)),
+            ("quantization", (None, "int8", "int4", "fp8")),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, allowed))}"
+                )
+        if n < 1 or c.num_heads % n or c.intermediate_size % n:
+            raise ConfigError(
+                f"{n} devices cannot share {c.num_heads} heads and an MLP of {c.intermediate_size} evenly"
+            )
+        for layer in c.layers:
+            if layer.num_kv_heads % n and n % layer.num_kv_heads:
+                raise ConfigError(f"{n} devices cannot share {layer.num_kv_heads} KV heads evenly")
+
+    # -------------------------------------------------------------------------------------- weights
+
+    def _kv_heads(self, layer: LayerConfig) -> int:
+        return max(1, layer.num_kv_heads // self.tensor_parallel)
+
+    def _products(self, layer: LayerConfig) -> list[tuple[int, int]]:
+        """(outputs, inputs) of the weights of one layer on one device."""
+        c, n = self.config, self.tensor_parallel
+        d, f, q = c.hidden_size, c.intermediate_size // n, c.num_heads // n * c.head_dim
+        return [(q + 2 * self._kv_heads(layer) * c.head_dim, d), (d, q), (2 * f, d), (d, f)]
+
+    def _small(self, layer: LayerConfig) -> int:
+        """Parameters of one layer that are no products: norms and biases."""
+        c = self.config
+        (qkv, _), _, (gate_up, _), _ = self._products(layer)
+        count = 2 * c.hidden_size + 2 * c.head_dim * c.qk_norm
+        return (
+            count + qkv * c.qkv_bias + c.hidden_size * c.output_bias + (gate_up + c.hidden_size) * c.mlp_bias
+        )
+
+    @cached_property
+    def layer_params(self) -> int:
+        """Weights that each token is multiplied with, all layers together."""
+        return sum(o * i for layer in self.config.layers for o, i in self._products(layer))
+
+    @cached_property
+    def head_params(self) -> int:
+        return -(-self.config.vocab_size // self.tensor_parallel) * self.config.hidden_size
+
+    @cached_property
+    def layer_bytes(self) -> float:
+        """What a step reads of the layers, norms and scales included."""
+        small = sum(self._small(layer) for layer in self.config.layers)
+        products = sum(
+            self._product_bytes(o, i) for layer in self.config.layers for o, i in self._products(layer)
+        )
+        return products + small * BYTES[self.dtype]
+
+    @cached_property
+    def head_bytes(self) -> float:
+        """The head, with the norm before it."""
+        return (self.head_params + self.config.hidden_size) * BYTES[self.dtype]
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """All that is held: layers, embedding, and a head where it is not the embedding."""
+        embedding = 0.0 if self.config.tie_word_embeddings else self.head_params * BYTES[self.dtype]
+        return self.layer_bytes + self.head_bytes + embedding
+
+    def _product_bytes(self, outputs: int, inputs: int) -> float:
+        if self.quantization is None:
+            return outputs * inputs * BYTES[self.dtype]
+        if self.quantization == "int4":
+            group = next((g for g in INT4_GROUPS if inputs % g == 0), None)
+            if group is None:
+                raise ConfigError(f"quantization 'int4' needs inputs that are a multiple of 32, got {inputs}")
+            return outputs * inputs / 2 + outputs * (inputs // group) * SCALE_BYTES
+        return outputs * inputs + outputs * SCALE_BYTES
+
+    # ------------------------------------------------------------------------------------------- KV
+
+    def kv_bytes_of(self, layer: LayerConfig) -> float:
+        """Bytes of K and V of one token in one layer."""
+        vector = self.config.head_dim * BYTES[self.kv_dtype] + (SCALE_BYTES if self.kv_dtype == "int8" else 0)
+        return 2 * self._kv_heads(layer) * vector
+
+    @cached_property
+    def kv_bytes_per_token(self) -> float:
+        """In all layers: 2 · layers · KV heads · H · bytes, where all layers are alike."""
+        return sum(self.kv_bytes_of(layer) for layer in self.config.layers)
+
+    @cached_property
+    def _views(self) -> dict[int | None, tuple[float, int]]:
+        """Layers of one window see the same keys: window -> bytes a key, operations a query and key."""
+        views: dict[int | None, tuple[float, int]] = {}
+        operations = 4 * (self.config.num_heads // self.tensor_parallel) * self.config.head_dim
+        for layer in self.config.layers:
+            size, count = views.get(layer.window, (0.0, 0))
+            views[layer.window] = size + self.kv_bytes_of(layer), count + operations
+        return views
+
+    def attention(self, spans: Iterable[Span]) -> tuple[float, float]:
+        """(bytes of K/V read, operations) of the slices together."""
+        spans = list(spans)
+        moved = operations = 0.0
+        for window, (key_bytes, key_operations) in self._views.items():
+            read = seen = 0
+            for start, count in spans:
+                r, s = keys_of(start, count, window)
+                read += r
+                seen += s
+            moved += key_bytes * read
+            operations += key_operations * seen
+        return moved, operations
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def work(
+        self, spans: Iterable[Span], rows: int, *, places: int | None = None, head_places: int | None = None
+    ) -> StepWork:
+        """Of a step with these slices, `rows` of which sample (or prompt tokens that are scored). `places`
+        and `head_places`: tokens and rows with padding; None: there is none."""
+        spans = list(spans)
+        ones = [span for span in spans if span[1] == 1]
+        decode_bytes, decode_operations = self.attention(ones)
+        chunk_bytes, chunk_operations = self.attention(span for span in spans if span[1] > 1)
+        tokens = sum(count for _, count in spans)
+        return StepWork(
+            tokens=tokens, rows=rows, places=places or tokens, head_places=head_places or rows,
+            decode_rows=len(ones), decode_kv_bytes=decode_bytes, decode_operations=decode_operations,
+            chunk_kv_bytes=chunk_bytes, chunk_operations=chunk_operations,
+        )  # fmt: skip
+
+    def work_of(
+        self, plan: StepPlan, *, places: int | None = None, head_places: int | None = None
+    ) -> StepWork:
+        """Of a plan of the scheduler."""
+        rows = sum(piece.emit + len(piece.targets) for piece in plan.slices)
+        spans = ((piece.start, piece.count) for piece in plan.slices)
+        return self.work(spans, rows, places=places, head_places=head_places)
+
+    def decode_work(self, contexts: Iterable[int]) -> StepWork:
+        """Of a step that decodes one token of each sequence; `contexts`: keys seen, its own included."""
+        spans = [(context - 1, 1) for context in contexts]
+        return self.work(spans, len(spans))
+
+    def moved_bytes(self, work: StepWork) -> float:
+        """The least that the step moves."""
+        head = self.head_bytes if work.rows else 0.0
+        return self.layer_bytes + head + work.decode_kv_bytes + work.chunk_kv_bytes
+
+    def operations(self, work: StepWork) -> float:
+        """The least that the step computes, padding left out."""
+        linear = 2.0 * (self.layer_params * work.tokens + self.head_params * work.rows)
+        return linear + work.decode_operations + work.chunk_operations
+
+    def exchanged_bytes(self, work: StepWork) -> float:
+        """What a device sends in the step's two ring all-reduces a layer (and gather of logits, left out)."""
+        n = self.tensor_parallel
+        vector = self.config.hidden_size * BYTES[self.dtype]
+        return 2 * self.config.num_layers * work.places * vector * 2 * (n - 1) / n
+
+    # --------------------------------------------------------------------------------- whole prompts
+
+    def prefill_operations(self, length: int) -> tuple[float, float]:
+        """(linear, attention) operations of one prompt of `length` tokens, from an empty cache; the head
+        serves its last token."""
+        linear = 2.0 * (self.layer_params * length + self.head_params)
+        return linear, self.attention([(0, length)])[1]
+
+    @cached_property
+    def even_length(self) -> int | None:
+        """The length of a prompt at which attention's operations equal those of the layers' products; None
+        when windows keep attention below them for ever.
+
+        2 · params · S = 2 · L · N · H · S² gives S = params / (L · N · H) where no layer has a window.
+        """
+        low, high = 1, 1 << 40
+        if self._excess(high) < 0:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._excess(middle) >= 0 else (middle + 1, high)
+        return low
+
+    def _excess(self, length: int) -> float:
+        return self.attention([(0, length)])[1] - 2.0 * self.layer_params * length
+
+
+def keys_of(start: int, count: int, window: int | None) -> tuple[int, int]:
+    """Of a slice: keys that it reads, each once; and keys seen, by all its queries together."""
+    if count == 1:
+        keys = start + 1 if window is None else min(start + 1, window)
+        return keys, keys
+    if window is None:
+        return start + count, count * start + count * (count + 1) // 2
+    read = start + count - max(0, start - window + 1)
+    growing = min(count, max(0, window - start))  # queries that see less than a window before them
+    return read, growing * start + growing * (growing + 1) // 2 + (count - growing) * window

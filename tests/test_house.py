@@ -39,6 +39,10 @@ ALLOWED = {
         "checkpoints",
     },
     "jaxinfer.server": {"jaxinfer.core", "jaxinfer.llm", "jaxinfer.text", "jaxinfer.engine"},
+    "jaxinfer.bench": {
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.llm", "jaxinfer.planner",
+        "jaxinfer.simulator", "jaxinfer.progress",
+    },
 }  # fmt: skip
 
 # Rooms that must run without these: the engine is pure Python, the leaves are leaves.

@@ -10,13 +10,16 @@ import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxinfer.core import Logprob, Request, TokenEvent
 from jaxinfer.server.tools import Call, CallParser, ToolUse
-from jaxinfer.server.wire import ApiError
+from jaxinfer.server.wire import ApiError, Parts, joined
+
+SHORT = 64
+"""Tokens whose log-probabilities are told in a plain list."""
 
 TokenBytes = Callable[[int, str], bytes]
 """The exact bytes of a token, from its id and its text: part of a character has no text of its own."""
@@ -123,8 +126,13 @@ class Answer(ABC):
         choice.finish_reason = event.finish_reason
         return choice
 
+    def size(self) -> int:
+        """Tokens and log-probabilities that `whole` tells of."""
+        said = sum(len(choice.token_ids) + _entries(choice.logprobs) for choice in self.choices)
+        return said + self.n * sum(map(_entries, self._prompt_logprobs.values()))
+
     def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """The body of an answer that is not streamed; long lists of it are `Parts`."""
         return {
             **self._head,
             "object": self.whole_object,
@@ -172,14 +180,15 @@ class Answer(ABC):
     def _request_of(self, choice: Choice) -> Request:
         return self.requests[choice.index // self.n]
 
-    def _of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
+    def _of_prompt(self, choice: Choice) -> list[dict[str, Any] | None] | Parts:
         """vLLM's extra: how likely the tokens of a choice's prompt were, as it spells that."""
         ids, known = self._request_of(choice).prompt_token_ids, self._prompt_known(choice)
         most = self.wanted.prompt_logprobs or 0
-        return [
-            None if entries is None else _vllm_entries(_likeliest(entries, token_id, most))
-            for token_id, entries in zip(ids, known, strict=True)
-        ]
+        return _listed(
+            lambda token_id, entries: entries and _vllm_entries(_likeliest(entries, token_id, most)),
+            ids,
+            known,
+        )
 
     def _prompt_known(self, choice: Choice) -> Sequence[dict[int, Logprob] | None]:
         return self._prompt_logprobs[choice.index - choice.index % self.n]
@@ -258,14 +267,11 @@ class CompletionAnswer(Answer):
         names = [
             self._name(i, piece.decode("utf-8", "replace"), piece) for i, piece in zip(ids, data, strict=True)
         ]
-        known = [
-            entries and _likeliest(entries, i, most)
-            for i, entries in zip(ids, self._prompt_known(choice), strict=True)
-        ]
+        known = self._prompt_known(choice)
         return text, {
             "tokens": names,
             "token_logprobs": [e and e[i].logprob for i, e in zip(ids, known, strict=True)],
-            "top_logprobs": [entries and self._top(entries) for entries in known],
+            "top_logprobs": _listed(lambda i, e: e and self._top(_likeliest(e, i, most)), ids, known),
             "text_offset": _offsets(text, data),
         }
 
@@ -284,7 +290,7 @@ class CompletionAnswer(Answer):
         return {
             "tokens": tokens,
             "token_logprobs": [known[i].logprob for i, known in zip(token_ids, logprobs, strict=True)],
-            "top_logprobs": [self._top(known) for known in logprobs],
+            "top_logprobs": _listed(lambda _, known: self._top(known), token_ids, logprobs),
             "text_offset": offsets,
         }
 
@@ -376,11 +382,11 @@ class ChatAnswer(Answer):
     ) -> dict[Literal["content", "refusal"], Any] | None:
         if not self.with_logprobs:
             return None
-        content = [
-            {**self._entry(token_id, known[token_id]), "top_logprobs": self._top(token_id, known)}
-            for token_id, known in zip(token_ids, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+
+        def told(token_id: int, known: dict[int, Logprob]) -> dict[str, Any]:
+            return {**self._entry(token_id, known[token_id]), "top_logprobs": self._top(token_id, known)}
+
+        return {"content": _listed(told, token_ids, logprobs), "refusal": None}
 
     def _top(self, chosen: int, known: dict[int, Logprob]) -> list[dict[str, Any]]:
         """The k likeliest. `known` is those, and the chosen token once more when it is not one of them."""
@@ -394,11 +400,33 @@ class ChatAnswer(Answer):
         return {"token": name, "logprob": entry.logprob, "bytes": list(data)}
 
 
-def _joined(first: dict[str, list] | None, then: dict[str, list] | None) -> dict[str, list] | None:
+def news_size(events: Iterable[TokenEvent]) -> int:
+    """Tokens and log-probabilities that the chunks of these events tell of."""
+    return sum(len(e.token_ids) + _entries(e.logprobs) + _entries(e.prompt_logprobs) for e in events)
+
+
+def _entries(known: Iterable[dict[int, Logprob] | None] | None) -> int:
+    return sum(len(entries) for entries in known or () if entries)
+
+
+def _listed(
+    tell: Callable[[int, Any], Any], token_ids: Sequence[int], known: Sequence[Any]
+) -> list[Any] | Parts:
+    """`tell` of each token and what is known of it, in a list, which is made later if it is long."""
+    assert len(token_ids) == len(known), f"{len(token_ids)} tokens, and log-probabilities of {len(known)}"
+
+    def make(start: int, end: int) -> list[Any]:
+        return [tell(i, entries) for i, entries in zip(token_ids[start:end], known[start:end], strict=True)]
+
+    size = len(known)
+    return make(0, size) if size <= SHORT else Parts(size, make)
+
+
+def _joined(first: dict[str, Any] | None, then: dict[str, Any] | None) -> dict[str, Any] | None:
     """The logprobs of a prompt and of what follows it."""
     if first is None or then is None:
         return then
-    return {name: values + then[name] for name, values in first.items()}
+    return {name: joined(values, then[name]) for name, values in first.items()}
 
 
 def _likeliest(known: dict[int, Logprob], token_id: int, most: int) -> dict[int, Logprob]:

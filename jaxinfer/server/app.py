@@ -8,10 +8,14 @@ comes back. A client that goes away is noticed whether it streams or not, and it
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -23,10 +27,10 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxinfer.core import JaxInferError, Request, RequestError
+from jaxinfer.core import JaxInferError, Request, RequestError, TokenEvent
 from jaxinfer.server import wire
-from jaxinfer.server.answers import Answer, ChatAnswer, CompletionAnswer, Wanted
-from jaxinfer.server.bounds import check_logprobs, check_texts, texts_of
+from jaxinfer.server.answers import Answer, ChatAnswer, CompletionAnswer, Wanted, news_size
+from jaxinfer.server.bounds import LogprobRoom, check_texts, logprob_entries, texts_of
 from jaxinfer.server.live import LiveFeed, page_routes
 from jaxinfer.server.metrics import Metrics, RequestCounts
 from jaxinfer.server.openapi import openapi
@@ -34,6 +38,7 @@ from jaxinfer.server.schema import ChatBody, CompletionBody, DetokenizeBody, Tok
 from jaxinfer.server.transport import (
     AccessLog,
     EventStream,
+    PartsResponse,
     json_response,
     key_check,
     on_error,
@@ -75,6 +80,7 @@ def create_app(
         worker.start()
         yield
         await run_in_threadpool(worker.stop)
+        handlers.writer.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="jaxinfer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.worker = worker
@@ -124,6 +130,8 @@ class _Handlers:
         self.llm, self.worker, self.model_name = llm, worker, model
         self.max_body_bytes, self.receive_seconds = max_body_bytes, receive_seconds
         self.started_at = int(time.time())
+        self.logprobs = LogprobRoom()
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="jaxinfer-writer")  # see `_written`
 
     async def completions(self, http: HttpRequest) -> Response:
         body = await self._read(http, CompletionBody)
@@ -256,7 +264,7 @@ class _Handlers:
         # So does a schema, and one that is no schema ends here: never on the engine's thread.
         try:
             requests = await run_in_threadpool(prepare)
-            check_logprobs(requests, self.llm.limits)
+            entries = logprob_entries(requests, self.llm.limits, stream=bool(body.stream))
         except RequestError as error:
             raise body.renamed(error) from None
         texts = await run_in_threadpool(self._prompt_texts, requests) if wanted.echo else ()
@@ -265,41 +273,68 @@ class _Handlers:
         )
         http.state.answer = answer  # for the line in the log
         if not body.stream:
-            whole = await unless_gone(http.receive, self._whole(answer))
-            return Response(status_code=499) if whole is None else json_response(whole)
+            whole = await unless_gone(http.receive, self._whole(answer, entries))
+            return Response(status_code=499) if whole is None else whole
         # The first news is awaited before the status is sent: a request that fails at once gets its own.
-        chunks = self._chunks(answer)
+        chunks = self._chunks(answer, entries)
         first = await unless_gone(http.receive, anext(chunks))
         if first is None:
             await chunks.aclose()
             return Response(status_code=499)
         return EventStream(first, chunks)
 
-    async def _whole(self, answer: Answer) -> dict[str, Any]:
-        ticket = await self.worker.submit(answer.requests)
+    async def _whole(self, answer: Answer, entries: int) -> Response:
+        give_back = self.logprobs.take(entries)
         try:
-            async for events in ticket:
-                for event in events:
-                    answer.take(event)
-        finally:
-            self.worker.cancel(ticket)
-        return answer.whole()
-
-    async def _chunks(self, answer: Answer) -> AsyncGenerator[bytes]:
-        """The stream as bytes, one item per batch of news. Raises what ends it early."""
-        ticket = await self.worker.submit(answer.requests)
-        try:
-            async for events in ticket:
-                frames, failure = [], None
-                try:
+            ticket = await self.worker.submit(answer.requests)
+            try:
+                async for events in ticket:
                     for event in events:
-                        frames += map(wire.frame, answer.chunks(event))
-                except ApiError as error:  # what came before the failure is sent before it
-                    failure = error
-                if frames:
-                    yield b"".join(frames)
-                if failure is not None:
-                    raise failure
+                        answer.take(event)
+            finally:
+                self.worker.cancel(ticket)
+            parts = await self._written(
+                answer.size(), lambda: wire.grouped(wire.encoded_parts(answer.whole()))
+            )
+        except BaseException:
+            give_back()
+            raise
+        return PartsResponse(parts, give_back)
+
+    async def _chunks(self, answer: Answer, entries: int) -> AsyncGenerator[bytes]:
+        """The stream as bytes, one item per batch of news or several. Raises what ends it early."""
+        give_back = self.logprobs.take(entries)
+        try:
+            ticket = await self.worker.submit(answer.requests)
+            try:
+                async for events in ticket:
+                    parts, failure = await self._written(news_size(events), partial(_frames, answer, events))
+                    for part in parts:  # what came before the failure is sent before it
+                        yield part
+                    if failure is not None:
+                        raise failure
+            finally:
+                self.worker.cancel(ticket)
         finally:
-            self.worker.cancel(ticket)
+            give_back()
         yield (wire.frame(answer.last_chunk()) if answer.wanted.include_usage else b"") + wire.DONE
+
+    async def _written[Result](self, size: int, write: Callable[[], Result]) -> Result:
+        """What `write` gives. With many values to write it takes seconds, which the event loop does not have;
+        a thread has, and lets go of the GIL between the pieces. One thread: their memory is needed once."""
+        if size <= wire.AT_ONCE:
+            return write()
+        return await asyncio.get_running_loop().run_in_executor(self.writer, write)
+
+
+def _frames(answer: Answer, events: Sequence[TokenEvent]) -> tuple[list[bytes], ApiError | None]:
+    """The chunks of a batch of news, and what ends the answer."""
+    frames: list[Iterable[bytes]] = []
+    failure = None
+    write = wire.frame_parts if news_size(events) > wire.AT_ONCE else lambda chunk: (wire.frame(chunk),)
+    try:
+        for event in events:
+            frames += map(write, answer.chunks(event))
+    except ApiError as error:
+        failure = error
+    return wire.grouped(itertools.chain.from_iterable(frames)), failure

@@ -1,13 +1,15 @@
-"""What one body may cost before anything of it runs. Elsewhere: `read_body` (bytes and time of the body),
-SamplingParams (n, logprobs, stops, biases), `engine.validate` (tokens and pages), `text.grammar` (time and
-memory of a structure), `EngineWorker` (sequences that run and wait, and news that nobody reads)."""
+"""What one body may cost before anything of it runs, and the log-probabilities of all of them. Elsewhere:
+`read_body` (bytes and time of the body), SamplingParams (n, logprobs, stops, biases), `engine.validate`
+(tokens and pages), `text.grammar` (time and memory of a structure), `EngineWorker` (sequences that run and
+wait, and news that nobody reads)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.core import Limits, Request, RequestError
+from jaxinfer.server.worker import MAX_UNREAD, OverloadedError
 
 CHARACTERS_PER_TOKEN = 128
 """No vocabulary in use has a longer token (128 spaces), so a text of more than this many characters for each
@@ -16,6 +18,9 @@ token of max_model_len is refused without tokenising it, which takes a second a 
 MAX_LOGPROB_ENTRIES = 1_000_000
 """Most log-probabilities that one answer may come to hold, at some 250 bytes and 3.5 us of JSON each: one
 continuation of 47k tokens with all of 20 each passes."""
+
+MAX_LOGPROBS_HELD = 4_000_000
+"""Most log-probabilities that all answers in progress may come to hold together: a gigabyte."""
 
 
 def check_texts(texts: Iterable[object], limits: Limits, param: str) -> None:
@@ -45,19 +50,47 @@ def texts_of(messages: Iterable[Mapping[str, Any]]) -> Iterable[object]:
             yield value
 
 
-def check_logprobs(requests: Sequence[Request], limits: Limits) -> None:
-    """Raise RequestError when the log-probabilities asked for could be more than MAX_LOGPROB_ENTRIES."""
-    entries = 0
+def logprob_entries(requests: Sequence[Request], limits: Limits, *, stream: bool = False) -> int:
+    """The log-probabilities that an answer may come to hold at a time: all that are asked for, and of a
+    `stream` those of the prompts, and of the rest what may lie unread. Raises RequestError when all that are
+    asked for are more than MAX_LOGPROB_ENTRIES."""
+    of_prompts = of_answers = sequences = 0
     for request in requests:
         sampling, prompt = request.sampling, len(request.prompt_token_ids)
         if sampling.prompt_logprobs is not None:
-            entries += prompt * (sampling.prompt_logprobs + 1)
+            of_prompts += prompt * (sampling.prompt_logprobs + 1)
         if sampling.logprobs is not None:
             tokens = sampling.max_tokens or limits.max_model_len - prompt
-            entries += sampling.n * tokens * (sampling.logprobs + 1)
+            of_answers += sampling.n * tokens * (sampling.logprobs + 1)
+            sequences += sampling.n
+    entries = of_prompts + of_answers
     if entries > MAX_LOGPROB_ENTRIES:
         raise RequestError(
             f"the answer could hold {entries} log-probabilities (prompts x n x tokens x (logprobs + 1)); at "
             f"most {MAX_LOGPROB_ENTRIES} are served at once: lower max_tokens, n or logprobs",
             "logprobs",
         )
+    return of_prompts + min(of_answers, sequences * MAX_UNREAD) if stream else entries
+
+
+class LogprobRoom:
+    """The log-probabilities that answers in progress may come to hold, of at most MAX_LOGPROBS_HELD."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, entries: int) -> Callable[[], None]:
+        """Take room for so many; what is returned gives it back, once. Raises OverloadedError."""
+        if entries and self.taken + entries > MAX_LOGPROBS_HELD:
+            raise OverloadedError(
+                f"the answers in progress may come to hold {self.taken} log-probabilities and this one "
+                f"{entries}; the server keeps {MAX_LOGPROBS_HELD}: try again later, or lower max_tokens, n or "
+                "logprobs"
+            )
+        self.taken += entries
+        mine = [entries]
+
+        def give_back() -> None:
+            self.taken -= mine.pop() if mine else 0
+
+        return give_back

@@ -12,6 +12,7 @@ import hmac
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,29 @@ QUIET = ("/health", "/metrics")
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Strict JSON, whatever the value."""
     return Response(encode(value), status, headers, media_type="application/json")
+
+
+class PartsResponse(Response):
+    """JSON that is sent part by part, each when the client has taken most of those before; `at_end` is called
+    when all is sent, or the client is gone."""
+
+    def __init__(self, parts: list[bytes], at_end: Callable[[], None]):
+        super().__init__(media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, parts)))
+        self._parts = parts
+        self._at_end = weakref.finalize(self, at_end)  # also where nobody comes to send it
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._parts.reverse()
+            while self._parts:
+                part = self._parts.pop()
+                await send({"type": "http.response.body", "body": part, "more_body": bool(self._parts)})
+        except OSError:  # the client left
+            return
+        finally:
+            self._at_end()
 
 
 async def read_body(http: HttpRequest, most: int, within_s: float | None = None) -> bytes:

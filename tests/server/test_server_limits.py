@@ -61,13 +61,13 @@ def test_an_answer_of_too_many_logprobs_is_refused(sampling: dict, prompt: int, 
     requests = [Request(request_id="r", prompt_token_ids=(1,) * prompt, sampling=SamplingParams(**sampling))]
     if refused:
         with pytest.raises(RequestError, match="21993216") as caught:
-            bounds.check_logprobs(requests, LIMITS)
+            bounds.logprob_entries(requests, LIMITS)
         assert caught.value.param == "logprobs"
     else:
-        bounds.check_logprobs(requests, LIMITS)
+        bounds.logprob_entries(requests, LIMITS)
     if sampling.get("prompt_logprobs"):
         with pytest.raises(RequestError):
-            bounds.check_logprobs(requests * 30, LIMITS)
+            bounds.logprob_entries(requests * 30, LIMITS)
 
 
 @pytest.mark.anyio

@@ -6,6 +6,9 @@ runs the real scheduler on a `StepTime`, so that what is predicted and measured 
 
 from jaxinfer.planner.costs import ModelCosts, StepWork, keys_of
 from jaxinfer.planner.devices import DEVICES, DeviceSheet, device_sheet
+from jaxinfer.planner.memory import MemoryPlan, activation_bytes, logits_bytes, plan_memory
+from jaxinfer.planner.plan import Phase, Plan, Remedy, Wall, Workload, plan, remedies, with_kv_heads
+from jaxinfer.planner.predict import Steps, tokens_per_s, tpot_s, ttft_s
 from jaxinfer.planner.step_time import FLOOR, Efficiency, RooflineTime, StepParts, StepTime
 
 __all__ = [
@@ -13,11 +16,27 @@ __all__ = [
     "FLOOR",
     "DeviceSheet",
     "Efficiency",
+    "MemoryPlan",
     "ModelCosts",
+    "Phase",
+    "Plan",
+    "Remedy",
     "RooflineTime",
     "StepParts",
     "StepTime",
     "StepWork",
+    "Steps",
+    "Wall",
+    "Workload",
+    "activation_bytes",
     "device_sheet",
     "keys_of",
+    "logits_bytes",
+    "plan",
+    "plan_memory",
+    "remedies",
+    "tokens_per_s",
+    "tpot_s",
+    "ttft_s",
+    "with_kv_heads",
 ]

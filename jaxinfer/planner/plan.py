@@ -1,0 +1,263 @@
+"""`plan`: does it fit, which wall binds, how fast at best, how fast to expect, and what each remedy buys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.core import ConfigError
+from jaxinfer.planner.costs import BYTES, ModelCosts, StepWork
+from jaxinfer.planner.devices import DeviceSheet
+from jaxinfer.planner.memory import MemoryPlan, plan_memory
+from jaxinfer.planner.predict import Steps, tokens_per_s, tpot_s, ttft_s
+from jaxinfer.planner.step_time import FLOOR, RooflineTime, StepTime
+
+Wall = Literal["capacity", "bandwidth", "compute", "exchange", "scheduling"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`batch` requests at once, of `context` prompt tokens and `output` new ones each; and the engine's limits."""
+
+    context: int = 2048
+    batch: int = 8
+    output: int = 256
+    max_num_batched_tokens: int = 2048
+    page_size: int = 16
+    memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "output", "max_num_batched_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization must lie in (0, 1], got {self.memory_utilization}")
+        if self.batch > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"a batch of {self.batch} cannot decode within max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}"
+            )
+
+    @property
+    def length(self) -> int:
+        return self.context + self.output
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of the work: least bytes and operations on one device, and seconds. Of prefill they are those
+    of one prompt, of decode those of one step of the batch at the middle of its output."""
+
+    moved_bytes: float
+    linear_operations: float
+    attention_operations: float
+    floor_s: float
+    expected_s: float
+    wall: Wall
+
+    @property
+    def operations(self) -> float:
+        return self.linear_operations + self.attention_operations
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte; against the device's ridge it says what could bind."""
+        return self.operations / self.moved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All figures are of one device where several share the model. Seconds, bytes, operations."""
+
+    model: str
+    costs: ModelCosts
+    sheet: DeviceSheet
+    workload: Workload
+    memory: MemoryPlan
+    prefill: Phase
+    decode: Phase
+    batch_ttft_s: float
+    """Until the last of the batch, arrived together, has its first token."""
+    stall_s: float
+    """The longest step of those that decode: a full chunk of another's prompt beside the batch."""
+    tokens_per_s: float
+    """New tokens of the whole batch, prefill included; of all devices together."""
+    critical_batch: float
+    """Sequences that decode before the weights' products are bound by compute, their K/V left out."""
+    critical_batch_at_context: float | None
+    """The same with each sequence's K/V and attention; None: more sequences never get there."""
+    even_length: int | None
+    """Prompt length at which attention computes as much as the layers' products."""
+    expectation: str
+    """Whence the expected times: assumptions about a sheet, or a calibration."""
+
+    @property
+    def mbu(self) -> float:
+        """Share of the bandwidth that decoding is expected to use."""
+        return self.decode.moved_bytes / self.decode.expected_s / self.sheet.bandwidth
+
+    @property
+    def mfu(self) -> float:
+        """Share of the matmul rate that decoding is expected to use."""
+        return self.decode.operations / self.decode.expected_s / self.sheet.rate(self.costs.dtype)
+
+    @property
+    def prefill_mfu(self) -> float:
+        rate = self.sheet.rate(self.costs.dtype)
+        return self.prefill.operations / self.prefill.expected_s / rate
+
+    @property
+    def walls(self) -> tuple[Wall, ...]:
+        """What binds, the first first."""
+        if not self.memory.fits or self.workload.batch > self.memory.largest_batch:
+            return ("capacity", self.decode.wall, self.prefill.wall)
+        return (self.decode.wall, self.prefill.wall)
+
+
+def plan(
+    model: str,
+    costs: ModelCosts,
+    sheet: DeviceSheet,
+    workload: Workload,
+    time: StepTime | None = None,
+    *,
+    expectation: str = "the sheet at assumed shares (jaxinfer.planner.Efficiency)",
+    pool_limit_bytes: int | None = None,
+) -> Plan:
+    """The plan of a workload. `time` gives the expected step times (None: the roofline at assumed shares)."""
+    time = time or RooflineTime(costs, sheet)
+    best = RooflineTime(costs, sheet, FLOOR)
+    w = workload
+    steps = Steps(max(w.batch, 1), w.max_num_batched_tokens, sheet.platform)
+    exact = Steps(max(w.batch, 1), w.max_num_batched_tokens, sheet.platform, padded=False)
+    # -- prefill: the bytes are those of its chunks, each of which reads the weights and what is before it
+    linear, attention = costs.prefill_operations(w.context)
+    chunk_spans = [
+        (start, min(w.max_num_batched_tokens, w.context - start))
+        for start in range(0, w.context, w.max_num_batched_tokens)
+    ]
+    works = [costs.work([span], rows=span == chunk_spans[-1]) for span in chunk_spans]
+    prefill = Phase(
+        sum(costs.moved_bytes(work) for work in works), linear, attention,
+        sum(best.floor(work) for work in works), ttft_s(time, [w.context], steps)[0],
+        _wall(time, costs, sheet, works[len(works) // 2]),
+    )  # fmt: skip
+    # -- decode
+    middle = w.context + (w.output - 1) // 2
+    work = costs.work([(middle, 1)] * w.batch, w.batch)
+    decode = Phase(
+        costs.moved_bytes(work), costs.operations(work) - work.decode_operations, work.decode_operations,
+        best.floor(work), tpot_s(time, w.batch, w.context, w.output, steps), _wall(time, costs, sheet, work),
+    )  # fmt: skip
+    room = w.max_num_batched_tokens - w.batch
+    beside = [(middle, 1)] * w.batch + ([(0, room)] if room > 0 else [])
+    rate, bandwidth = sheet.rate(costs.dtype), sheet.bandwidth
+    weights, params = costs.layer_bytes + costs.head_bytes, costs.layer_params + costs.head_params
+    key_bytes, key_operations = costs.attention([(middle, 1)])
+    # n (2 params + operations) / rate = (weights + n bytes) / bandwidth
+    slope = (2 * params + key_operations) / rate - key_bytes / bandwidth
+    return Plan(
+        model, costs, sheet, w,
+        plan_memory(
+            costs, sheet.memory_bytes, max_model_len=w.length, max_num_seqs=max(w.batch, 256),
+            max_num_batched_tokens=w.max_num_batched_tokens, page_size=w.page_size,
+            memory_utilization=w.memory_utilization, pool_limit_bytes=pool_limit_bytes,
+        ),
+        prefill, decode,
+        batch_ttft_s=ttft_s(time, [w.context] * w.batch, steps)[-1],
+        stall_s=time.seconds(exact.work(time, beside, w.batch)),
+        tokens_per_s=tokens_per_s(time, w.batch, w.context, w.output, steps),
+        critical_batch=weights / bandwidth * rate / (2 * params),
+        critical_batch_at_context=weights / bandwidth / slope if slope > 0 else None,
+        even_length=costs.even_length, expectation=expectation,
+    )  # fmt: skip
+
+
+def _wall(time: StepTime, costs: ModelCosts, sheet: DeviceSheet, work: StepWork) -> Wall:
+    """What binds a step that fits."""
+    parts = time.parts(work)
+    if parts.host > parts.device:
+        return "scheduling"
+    if parts.exchange > parts.device / 2:
+        return "exchange"
+    moving, computing = (
+        costs.moved_bytes(work) / sheet.bandwidth,
+        costs.operations(work) / sheet.rate(costs.dtype),
+    )
+    return "bandwidth" if moving >= computing else "compute"
+
+
+# ------------------------------------------------------------------------------------------- remedies
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change, and the plan with it."""
+
+    name: str
+    plan: Plan
+    note: str = ""
+
+
+def with_kv_heads(config: ModelConfig, kv_heads: int) -> ModelConfig:
+    """The model with that many KV heads in every layer that has more."""
+    layers = tuple(
+        dataclasses.replace(layer, num_kv_heads=min(layer.num_kv_heads, kv_heads)) for layer in config.layers
+    )
+    return dataclasses.replace(config, layers=layers)
+
+
+def remedies(base: Plan, time_of: Callable[[ModelCosts], StepTime] | None = None) -> list[Remedy]:
+    """What one change at a time buys. `time_of(costs)` gives step times as `plan` takes them."""
+
+    def again(costs: ModelCosts | None = None, **changes: Any) -> Plan:
+        costs = costs or base.costs
+        time = None if time_of is None else time_of(costs)
+        workload = dataclasses.replace(base.workload, **changes)
+        return plan(base.model, costs, base.sheet, workload, time, expectation=base.expectation)
+
+    return [Remedy(name, again(costs, **changes), note) for name, costs, changes, note in _changes(base)]
+
+
+def _changes(base: Plan) -> Iterator[tuple[str, ModelCosts | None, dict[str, Any], str]]:
+    costs, workload = base.costs, base.workload
+    heads = max(layer.num_kv_heads for layer in costs.config.layers)
+    for k in sorted({heads // 2, heads // 4, heads // 8, 8, 4, 1} & set(range(1, heads)), reverse=True):
+        divides = all(
+            min(k, layer.num_kv_heads) and layer.num_kv_heads % k == 0 for layer in costs.config.layers
+        )
+        if divides and (k % costs.tensor_parallel == 0 or costs.tensor_parallel % k == 0):
+            changed = dataclasses.replace(costs, config=with_kv_heads(costs.config, k))
+            yield (
+                f"GQA-{k}" if k > 1 else "MQA", changed, {},
+                "needs conversion and uptraining; the prompt's attention computes as much as before",
+            )  # fmt: skip
+    for name in ("fp8_e4m3", "int8"):
+        if BYTES[name] < BYTES[costs.kv_dtype]:
+            yield f"{name} KV", dataclasses.replace(costs, kv_dtype=name), {}, "lossy: evaluate"
+    if costs.quantization is None:
+        for name in ("fp8", "int8", "int4"):
+            changed = dataclasses.replace(costs, quantization=name)
+            try:
+                _ = changed.layer_bytes
+            except ConfigError:
+                continue
+            yield f"{name} weights", changed, {}, "lossy: evaluate"
+    if workload.batch > 1:
+        yield "half the batch", None, {"batch": workload.batch // 2}, "latency for throughput"
+    budget = workload.max_num_batched_tokens
+    if 2 * workload.batch <= budget:
+        yield "twice the batch", None, {"batch": 2 * workload.batch}, "throughput for latency"
+    for factor, name in ((0.25, "a quarter of the chunk"), (4, "four times the chunk")):
+        size = int(budget * factor)
+        if size >= max(workload.batch + 1, 64):
+            note = "shorter stalls, later first token" if factor < 1 else "earlier first token, longer stalls"
+            yield name, None, {"max_num_batched_tokens": size}, note
+    more = 2 * costs.tensor_parallel
+    try:
+        yield f"tensor parallel {more}", dataclasses.replace(costs, tensor_parallel=more), {}, "more devices"
+    except ConfigError:
+        return

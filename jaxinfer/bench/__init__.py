@@ -13,13 +13,14 @@ which all figures follow.
 from jaxinfer.bench.drive import Clock, RealClock, drive
 from jaxinfer.bench.lengths import Lengths
 from jaxinfer.bench.load import Arrival, Load, Prompts, at_once, closed, constant, poisson, read_trace
-from jaxinfer.bench.records import Objective, RequestRecord, Summary, read_log, write_log
+from jaxinfer.bench.records import Log, Objective, RequestRecord, Summary, read_log
 
 __all__ = [
     "Arrival",
     "Clock",
     "Lengths",
     "Load",
+    "Log",
     "Objective",
     "Prompts",
     "RealClock",
@@ -32,5 +33,4 @@ __all__ = [
     "poisson",
     "read_log",
     "read_trace",
-    "write_log",
 ]

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -79,26 +79,71 @@ class RequestRecord:
 # ------------------------------------------------------------------------------------------------ log
 
 
-def write_log(path: str | Path, records: Iterable[RequestRecord]) -> None:
-    """One JSON object a request and line, with every time as it was measured. Raises OSError."""
-    with Path(path).open("w", encoding="utf-8") as file:
+class Log:
+    """A file of raw times: one JSON object a request and line, with the number of the run (from 0) that it
+    was of.
+
+    It is opened at once, so that a path that cannot be written is told before minutes of loading. Raises
+    OSError.
+    """
+
+    def __init__(self, path: str | Path):
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+        self._runs = 0
+
+    def add(self, records: Iterable[RequestRecord]) -> None:
+        """Write the requests of one more run, every time as it was measured."""
         for record in records:
-            value = dataclasses.asdict(record) | {"output_tokens": record.output_tokens}
-            file.write(json.dumps(value, allow_nan=False) + "\n")
+            value = {"run": self._runs, **dataclasses.asdict(record), "output_tokens": record.output_tokens}
+            self._file.write(json.dumps(value, allow_nan=False) + "\n")
+        self._file.flush()
+        self._runs += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def read_log(path: str | Path) -> list[RequestRecord]:
-    """What `write_log` wrote. Raises OSError, or ConfigError for another kind of file."""
-    records = []
+def read_log(path: str | Path) -> list[list[RequestRecord]]:
+    """What a `Log` holds, by run. Raises OSError, or ConfigError for another kind of file."""
+    runs: list[list[RequestRecord]] = []
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 value = json.loads(line)
+                run = value.pop("run")
                 del value["output_tokens"]
-                records.append(RequestRecord(**value | {"token_s": tuple(value["token_s"])}))
-            except (ValueError, KeyError, TypeError) as error:
+                record = RequestRecord(**value | {"token_s": tuple(value["token_s"])})
+                runs += [[] for _ in range(len(runs), run + 1)]
+                runs[run].append(record)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path}:{number} is no line of a log of requests: {error}") from None
-    return records
+    return runs
+
+
+def joined(runs: Iterable[Sequence[RequestRecord]]) -> list[RequestRecord]:
+    """Several runs as one, each beginning when the one before had ended."""
+    whole: list[RequestRecord] = []
+    start = 0.0
+    for records in runs:
+        for record in records:
+            whole.append(
+                dataclasses.replace(
+                    record,
+                    index=len(whole),
+                    arrived_s=record.arrived_s + start,
+                    sent_s=record.sent_s + start,
+                    token_s=tuple(at + start for at in record.token_s),
+                    ended_s=record.ended_s + start,
+                )
+            )
+        start = max((record.ended_s for record in whole), default=0.0)
+    return whole
 
 
 # ------------------------------------------------------------------------------------------ objective

@@ -53,7 +53,7 @@ async def read_all(port: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
     requests = []
     for body in bodies:
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         requests.append(head.encode() + data)
     loop = asyncio.get_running_loop()
     began = time.perf_counter()

@@ -62,6 +62,9 @@ class ServerFlags(ServerConfig):
 
     cors_origin: UseAppendAction[tuple[str, ...]] = ()
     """A web origin whose pages may use the API (* for all); may be given several times."""
+    allowed_host: UseAppendAction[tuple[str, ...]] = ()
+    """A name by which clients may call the server, besides localhost and the host (* for all); may be given
+    several times. On an address that other machines reach, any name will do until one is given."""
 
     def __post_init__(self) -> None:
         """Nothing: see EngineFlags."""

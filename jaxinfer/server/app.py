@@ -31,18 +31,18 @@ from jaxinfer.core import JaxInferError, Request, RequestError, TokenEvent
 from jaxinfer.server import wire
 from jaxinfer.server.answers import Answer, ChatAnswer, CompletionAnswer, Wanted, news_size
 from jaxinfer.server.bounds import LogprobRoom, check_texts, logprob_entries, texts_of
+from jaxinfer.server.guards import HostCheck, key_check, origin_check
 from jaxinfer.server.live import LiveFeed, page_routes
 from jaxinfer.server.metrics import Metrics, RequestCounts
 from jaxinfer.server.openapi import openapi
 from jaxinfer.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from jaxinfer.server.transport import (
     AccessLog,
+    Errors,
     EventStream,
     PartsResponse,
     json_response,
-    key_check,
     on_error,
-    origin_check,
     read_body,
     unless_gone,
 )
@@ -65,13 +65,15 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     receive_seconds: float | None = None,
     cors_origins: Sequence[str] = (),
+    allowed_hosts: Sequence[str] | None = None,
 ) -> FastAPI:
     """The application. Its engine thread starts and stops with the application's lifespan.
 
     `max_queue` sequences may wait besides the `max_num_seqs` that run; more are refused with 429.
     With an `api_key`, every route but /health and the page wants `Authorization: Bearer <api_key>`.
     A body must be there `receive_seconds` after its head (None: for ever). Pages of `cors_origins` ("*": all)
-    may use the API from a browser.
+    may use the API from a browser. With `allowed_hosts`, requests must call the server by one of these names
+    or one of the loopback interface's (None: by any): a server that listens there alone needs it.
     """
     worker = EngineWorker(llm.engine, llm.limits, max_queue=max_queue)
 
@@ -108,6 +110,9 @@ def create_app(
     app.add_api_route("/health", handlers.health, methods=["GET"])
     for kind in (ApiError, JaxInferError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
+    app.add_middleware(Errors)  # the first is the innermost
+    if allowed_hosts is not None:
+        app.add_middleware(HostCheck, allowed=allowed_hosts)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -175,6 +180,7 @@ class _Handlers:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await self._read(http, TokenizeBody)
+        check_texts([body.prompt], self.llm.limits, "prompt")
         ids = await run_in_threadpool(self._token_ids, body)
         return json_response(
             {"count": len(ids), "max_model_len": self.llm.limits.max_model_len, "tokens": ids}
@@ -250,6 +256,8 @@ class _Handlers:
         if body.tools and not (template is not None and template.takes_tools):
             raise RequestError("this model's chat template has no place for tools", "tools")
         messages, options = body.template_input(body.messages)
+        check_texts(texts_of(messages), self.llm.limits, "messages")
+        check_texts([json.dumps(options.get("tools"))], self.llm.limits, "tools")
         return self.llm.encode_chat(messages, **options)
 
     async def _answer(

@@ -84,8 +84,8 @@ class LogprobRoom:
         if entries and self.taken + entries > MAX_LOGPROBS_HELD:
             raise OverloadedError(
                 f"the answers in progress may come to hold {self.taken} log-probabilities and this one "
-                f"{entries}; the server keeps {MAX_LOGPROBS_HELD}: try again later, or lower max_tokens, n or "
-                "logprobs"
+                f"{entries}; the server keeps {MAX_LOGPROBS_HELD}: try again later, or lower max_tokens, n "
+                "or logprobs"
             )
         self.taken += entries
         mine = [entries]

@@ -34,6 +34,7 @@ DEAD_S = 2.0
 SEND_BUFFER = 128 << 10
 """Bytes that the system holds for a client that does not read: Linux doubles it, and takes megabytes else."""
 
+_HOST = re.compile(r"\*|[^/\s?#@:]+|\[?[0-9a-fA-F:.]+\]?")
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")
 
 
@@ -63,6 +64,9 @@ class ServerConfig:
     """How long a connection stays open between two requests."""
     cors_origin: tuple[str, ...] = ()
     """A web origin whose pages may use the API (* for all); may be given several times."""
+    allowed_host: tuple[str, ...] = ()
+    """A name by which clients may call the server, besides localhost and the host (* for all); may be given
+    several times. On an address that other machines reach, any name will do until one is given."""
     measure_machine: bool = True
     """Measure memory bandwidth and matmul rate at the start (a second), for MBU and MFU in /metrics."""
     log_format: LogFormat = "plain"
@@ -87,6 +91,9 @@ class ServerConfig:
         for origin in self.cors_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origin {origin!r} is no origin such as https://example.org, or *")
+        for name in self.allowed_host:
+            if not _HOST.fullmatch(name):
+                raise ConfigError(f"allowed_host {name!r} is no name such as example.org, without port, or *")
 
 
 def serve(load: Callable[[], LLM], config: ServerConfig) -> None:
@@ -156,6 +163,7 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         max_body_bytes=config.max_body_bytes,
         receive_seconds=config.receive_seconds,
         cors_origins=config.cors_origin,
+        allowed_hosts=_allowed_hosts(config, listener),
     )
     worker, dead_since = app.state.worker, None
     Server(uvicorn_config(app, config)).run(sockets=[listener])
@@ -193,6 +201,20 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
+
+
+def _allowed_hosts(config: ServerConfig, listener: socket.socket) -> tuple[str, ...] | None:
+    """The names by which clients may call the server, besides those of the loopback interface; None for any.
+
+    An address that other machines reach has names that nobody here knows. What keeps a page in somebody's
+    browser out there is an API key, or names that are given.
+    """
+    from jaxinfer.server.guards import is_loopback
+
+    bound = listener.getsockname()[0]
+    if not config.allowed_host and not is_loopback(bound):
+        return None
+    return (config.host, bound, *config.allowed_host)
 
 
 def _address(listener: socket.socket) -> str:

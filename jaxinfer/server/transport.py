@@ -1,5 +1,5 @@
-"""What lies between ASGI and the handlers: bodies with a cap, clients that go away, event streams, keys, and
-a line in the log for each request.
+"""What lies between ASGI and the handlers: bodies with a cap, clients that go away, event streams, errors,
+and a line in the log for each request.
 
 Starlette cancels a streaming handler when its client leaves, but not one that computes a whole answer; here
 both are watched by the same function. Nothing here knows of models or engines.
@@ -8,12 +8,11 @@ both are watched by the same function. Nothing here knows of models or engines.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -150,45 +149,7 @@ async def _send_part(send: Send, part: bytes) -> None:
     await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
-# ------------------------------------------------------------------------------- keys, ids and errors
-
-
-def origin_check(allowed: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
-    """A dependency that refuses requests which a page of another site makes from somebody's browser: its
-    Origin is neither in `allowed` ("*": all) nor this server's. A browser asks no leave for a body that it
-    calls text/plain, and such a page would drive a server that listens on this machine alone."""
-
-    async def check(http: HttpRequest) -> None:
-        origin = http.headers.get("origin")
-        if origin is None or "*" in allowed or origin in allowed:
-            return
-        if origin.partition("://")[2] != http.headers.get("host"):
-            raise ApiError(
-                403,
-                f"pages of {origin!r} may not use this server; --cors-origin allows them",
-                code="origin_not_allowed",
-            )
-
-    return check
-
-
-def key_check(api_key: str) -> Callable[[HttpRequest], Awaitable[None]]:
-    """A dependency that lets only `Authorization: Bearer <api_key>` pass, compared in constant time."""
-    expected = api_key.encode("utf-8", "surrogateescape")
-
-    async def check(http: HttpRequest) -> None:
-        # The raw header: decoding it would guess an encoding, and the key may hold any bytes.
-        raw = next((value for name, value in http.scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = raw.partition(b" ")
-        if not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), expected)):
-            raise ApiError(
-                401,
-                "no valid API key; send it as `Authorization: Bearer KEY`",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    return check
+# ------------------------------------------------------------------------------------- ids and errors
 
 
 async def on_error(http: HttpRequest, error: Exception) -> Response:
@@ -205,6 +166,30 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
     else:
         problem = api_error(error)
     return json_response(problem.body, problem.status, problem.headers)
+
+
+class Errors:
+    """Answers what a handler did not expect to raise. Starlette's own answer to that is made outside of every
+    other middleware: it would have no X-Request-Id, and no page of another origin could read it."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            logger.exception("a request failed")
+            await (await on_error(HttpRequest(scope), error))(scope, receive, send)
 
 
 class AccessLog:

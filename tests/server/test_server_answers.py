@@ -258,7 +258,7 @@ def test_a_client_that_goes_away_frees_its_place(serve, streamed: bool, held: bo
     if held:
         engine.gate.clear()
     body = json.dumps({"prompt": "abc", "stream": streamed}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert eventually(lambda: len(engine.running) == 1)

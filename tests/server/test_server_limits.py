@@ -43,6 +43,17 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenising_it():
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == ("prompt" if path == COMPLETIONS else "messages")
             assert "max_model_len" in answer.json()["error"]["message"]
+        llm.tokenizer.encode = lambda *a, **k: seen.append(1) or []  # pyright: ignore[reportAttributeAccessIssue]
+        llm.encode_chat = llm.tokenizer.encode
+        message = {"role": "user", "content": parts + parts}
+        tool = {"type": "function", "function": {"name": "f", "description": "x" * most}}
+        for param, body in (
+            ("prompt", {"prompt": "x" * (most + 1)}),
+            ("messages", {"messages": [message]}),
+            ("tools", {"messages": [{"role": "user", "content": "y"}], "tools": [tool]}),
+        ):
+            answer = client.post("/tokenize", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not seen
     bounds.check_texts(["x" * most], llm.limits, "prompt")
     bounds.check_texts([[1] * (most + 1)], llm.limits, "prompt")  # ids: counted by the engine's own check

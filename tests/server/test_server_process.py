@@ -24,7 +24,7 @@ def connect(server: Served) -> socket.socket:
 
 
 def post(body: bytes, *headers: str, declared: int | None = None) -> bytes:
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", *headers]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", *headers]
     lines.append(f"Content-Length: {len(body) if declared is None else declared}")
     return "\r\n".join([*lines, "", ""]).encode() + body
 

@@ -65,7 +65,8 @@ class Client:
         except OSError:
             self.ends["refused"] += 1
             return
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(data)}"
         try:
             if 0.1 <= kind < 0.2:
                 await self.leave(reader, writer, head.encode() + b"\r\n\r\n" + data)

@@ -20,7 +20,7 @@ Wall = Literal["capacity", "bandwidth", "compute", "exchange", "scheduling"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`batch` requests at once, of `context` prompt tokens and `output` new ones each; and the engine's limits."""
+    """`batch` requests at once, each of `context` prompt tokens and `output` new ones; engine limits."""
 
     context: int = 2048
     batch: int = 8
@@ -153,7 +153,8 @@ def plan(
         best.floor(work), tpot_s(time, w.batch, w.context, w.output, steps), _wall(time, costs, sheet, work),
     )  # fmt: skip
     room = w.max_num_batched_tokens - w.batch
-    beside = [(middle, 1)] * w.batch + ([(0, room)] if room > 0 else [])
+    # The last full chunk of a prompt sees all that is before it: the longest of the steps.
+    beside = [(middle, 1)] * w.batch + ([(max(0, w.context - room), room)] if room > 0 else [])
     rate, bandwidth = sheet.rate(costs.dtype), sheet.bandwidth
     weights, params = costs.layer_bytes + costs.head_bytes, costs.layer_params + costs.head_params
     key_bytes, key_operations = costs.attention([(middle, 1)])

@@ -39,6 +39,7 @@ ALLOWED = {
         "checkpoints",
     },
     "jaxinfer.server": {"jaxinfer.core", "jaxinfer.llm", "jaxinfer.text", "jaxinfer.engine"},
+    "jaxinfer.simulator": {"jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.planner"},
     "jaxinfer.bench": {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.llm", "jaxinfer.planner",
         "jaxinfer.simulator", "jaxinfer.progress",
@@ -52,6 +53,7 @@ FORBIDDEN = {
     "jaxinfer.text": {"jax", "jaxlib", "flax"},
     "jaxinfer.config": {"jax", "jaxlib", "numpy", "flax"},
     "jaxinfer.planner": {"jax", "jaxlib", "numpy", "flax"},
+    "jaxinfer.simulator": {"jax", "jaxlib", "numpy", "flax"},
     "pallas_kernels": {"flax"},
     "checkpoints": {"jax", "jaxlib", "flax"},
 }

@@ -1,0 +1,129 @@
+"""What a step takes: its bucket, its work and its time, for a plan of slices and for a group beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from jaxinfer.config import StepShape, is_invariant, most_emitting
+from jaxinfer.core import StepPlan
+from jaxinfer.planner import ModelCosts, StepParts, StepTime, StepWork
+from jaxinfer.planner.costs import Span
+from jaxinfer.simulator.cruise import Window, seen
+from jaxinfer.simulator.scheduler import Step
+
+PARTS = tuple(f.name for f in dataclasses.fields(StepParts))
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all steps. Bytes and operations are of one device, and of real tokens alone; `places` counts
+    tokens with the padding of buckets. `seconds` goes by part (`StepParts`); `bound_s` says what the time of
+    the steps went to, each as a whole to what took most of it; `busy_s` is all of it."""
+
+    steps: int = 0
+    tokens: int = 0
+    places: int = 0
+    moved_bytes: float = 0.0
+    operations: float = 0.0
+    busy_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    bound_s: dict[str, float] = field(default_factory=dict)
+
+
+class StepTimer:
+    """Seconds of steps by a `StepTime`, in the buckets that would run.
+
+    asynchronous: the host prepares a step while the device runs the one before. Then a step takes the longer
+    of the two, else both one after the other.
+    """
+
+    def __init__(self, model: StepTime, ladder: tuple[StepShape, ...], *, asynchronous: bool = True):
+        self.model, self.ladder, self.asynchronous = model, ladder, asynchronous
+        self.totals = Totals()
+        self.most_rows = most_emitting(ladder)
+        costs = model.costs
+        self.windows: tuple[Window, ...] = tuple(dict.fromkeys(layer.window for layer in costs.config.layers))
+        self._views = [_key_costs(costs, window) for window in self.windows]
+        self._shapes: dict[tuple[int, int, int], StepShape] = {}
+
+    def seconds(self, step: Step) -> float:
+        """Of a step of the simulation; it is added to the totals."""
+        return self._count(self.work(step))
+
+    def seconds_of(self, plan: StepPlan) -> float:
+        """Of a step of an engine; it is added to the totals."""
+        return self._count(self.work(Step(plan, 0, 0, (0,) * len(self.windows), None)))
+
+    def work(self, step: Step) -> StepWork:
+        """What a step asks of one device, with the padding of its bucket."""
+        ones, chunk_tokens, emitting = step.rows, 0, step.rows
+        keys = list(step.keys)
+        chunks: list[Span] = []
+        for piece in step.plan.slices:
+            emitting += piece.emit + len(piece.targets)
+            if piece.count > 1:
+                chunks.append((piece.start, piece.count))
+                chunk_tokens += piece.count
+                continue
+            ones += 1
+            for view, window in enumerate(self.windows):
+                keys[view] += seen(piece.start + 1, window)
+        moved = operations = 0.0
+        for (key_bytes, key_operations), count in zip(self._views, keys, strict=True):
+            moved += key_bytes * count
+            operations += key_operations * count
+        chunk_bytes, chunk_operations = self.model.costs.attention(chunks) if chunks else (0.0, 0.0)
+        return StepWork(
+            tokens=ones + chunk_tokens,
+            rows=emitting,
+            places=self.shape(ones, len(chunks), chunk_tokens).tokens,
+            head_places=self._head_places(emitting),
+            decode_rows=ones,
+            decode_kv_bytes=moved,
+            decode_operations=operations,
+            chunk_kv_bytes=chunk_bytes,
+            chunk_operations=chunk_operations,
+        )
+
+    def shape(self, ones: int, chunks: int, chunk_tokens: int) -> StepShape:
+        """The cheapest bucket that holds so much, as `choose_step_shape` finds it for a plan."""
+        key = (ones, chunks, chunk_tokens)
+        shape = self._shapes.get(key)
+        if shape is None:
+            held = (0, ones + chunks, ones + chunk_tokens) if is_invariant(self.ladder) else key
+            shape = next((s for s in self.ladder if s.holds(*held)), None)
+            assert shape is not None, f"no bucket holds {ones} ones and {chunk_tokens} tokens of {chunks}"
+            self._shapes[key] = shape
+        return shape
+
+    def _head_places(self, rows: int) -> int:
+        """Rows of the sampler's bucket: the next power of two, as `sample_ladder` has them."""
+        if is_invariant(self.ladder) and rows:
+            return self.most_rows
+        return min(1 << (rows - 1).bit_length(), max(self.most_rows, rows)) if rows else 0
+
+    def _count(self, work: StepWork) -> float:
+        parts, totals, costs = self.model.parts(work), self.totals, self.model.costs
+        seconds = parts.total if self.asynchronous else parts.device + parts.host
+        totals.steps += 1
+        totals.tokens += work.tokens
+        totals.places += work.places
+        totals.moved_bytes += costs.moved_bytes(work)
+        totals.operations += costs.operations(work)
+        totals.busy_s += seconds
+        longest, most = "", -1.0
+        for name in PARTS:
+            value = getattr(parts, name)
+            totals.seconds[name] += value
+            if value > most:
+                longest, most = name, value
+        totals.bound_s[longest] = totals.bound_s.get(longest, 0.0) + seconds
+        return seconds
+
+
+def _key_costs(costs: ModelCosts, window: Window) -> tuple[float, float]:
+    """(bytes, operations) of one key that one query sees, in all layers of a window."""
+    layers = tuple(layer for layer in costs.config.layers if layer.window == window)
+    alone = dataclasses.replace(costs, config=dataclasses.replace(costs.config, layers=layers))
+    return alone.attention([(0, 1)])

@@ -38,6 +38,7 @@ from jaxinfer.server.openapi import openapi
 from jaxinfer.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from jaxinfer.server.transport import (
     AccessLog,
+    Crowd,
     Errors,
     EventStream,
     PartsResponse,
@@ -81,6 +82,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         worker.start()
         yield
+        live.close()
         await run_in_threadpool(worker.stop)
         handlers.writer.shutdown(wait=False, cancel_futures=True)
 
@@ -111,6 +113,7 @@ def create_app(
     for kind in (ApiError, JaxInferError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(Errors)  # the first is the innermost
+    app.add_middleware(Crowd)
     if allowed_hosts is not None:
         app.add_middleware(HostCheck, allowed=allowed_hosts)
     if cors_origins:

@@ -1,4 +1,4 @@
-"""One TCP connection of a client, with an end to its patience: uvicorn's own, and two clocks.
+"""One TCP connection of a client, with an end to its patience: uvicorn's own, two clocks, and a count.
 
 uvicorn waits for ever for a head or a body that trickles in, and for a client that does not read. Here
 
@@ -9,6 +9,9 @@ uvicorn waits for ever for a head or a body that trickles in, and for a client t
 
 Either way the connection is cut: the handler sees a client that went away, and cancels its requests. An idle
 connection is closed by uvicorn (`timeout_keep_alive`), and cut `stall_s` later if answers are still unread.
+
+Requests on a connection beyond `most` are marked for the application to refuse (`transport.Crowd`); where
+there are twice as many, new ones are cut without a word.
 """
 
 from __future__ import annotations
@@ -20,19 +23,22 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jaxinfer.server.transport import CROWDED, bare_answer
+from jaxinfer.server.wire import ApiError
+
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long after `receive_s` a body is cut that no handler waits for, or whose 408 did not end it."""
 
 
-def connection_class(receive_s: float, stall_s: float) -> type[H11Protocol]:
+def connection_class(receive_s: float, stall_s: float, most: int) -> type[H11Protocol]:
     """The protocol class for `uvicorn.Config(http=...)` with these limits."""
 
     class Limited(Connection):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            self.receive_s, self.stall_s = receive_s, stall_s
+            self.receive_s, self.stall_s, self.most = receive_s, stall_s, most
 
     return Limited
 
@@ -42,17 +48,35 @@ class Connection(H11Protocol):
 
     receive_s: float
     stall_s: float
+    most: int
     _receiving: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _heard: Any = None  # the request whose body `_receiving` waits for; None while it waits for a head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > 2 * self.most:
+            transport.abort()
+            return
+        if len(self.connections) > self.most:
+            self.app_state = {**self.app_state, CROWDED: self.most}
         self._receiving = self._cut_after(self.receive_s, "sent no request")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP. A handler that waits for the rest of its body hears that its client left."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            began = self.cycle.response_started
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if began:
+                self.transport.abort()
+                return
+        self.transport.write(bare_answer(ApiError(400, msg, code="invalid_http")))
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # which may start the next request, sent ahead of its turn

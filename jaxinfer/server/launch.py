@@ -34,6 +34,9 @@ DEAD_S = 2.0
 SEND_BUFFER = 128 << 10
 """Bytes that the system holds for a client that does not read: Linux doubles it, and takes megabytes else."""
 
+OTHER_FILES = 128
+"""Files that the process has open besides connections, at most."""
+
 _HOST = re.compile(r"\*|[^/\s?#@:]+|\[?[0-9a-fA-F:.]+\]?")
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")
 
@@ -62,6 +65,9 @@ class ServerConfig:
     """How long a client may leave its answer unread, once the buffers of its connection are full."""
     keep_alive_seconds: int = 30
     """How long a connection stays open between two requests."""
+    max_connections: int = 1024
+    """Connections that are kept at a time; what comes over more is refused with 503, but for /health and
+    /metrics. Fewer where the system allows fewer open files."""
     cors_origin: tuple[str, ...] = ()
     """A web origin whose pages may use the API (* for all); may be given several times."""
     allowed_host: tuple[str, ...] = ()
@@ -81,6 +87,7 @@ class ServerConfig:
             ("receive_seconds", 1, None),
             ("stall_seconds", 1, None),
             ("keep_alive_seconds", 1, None),
+            ("max_connections", 1, None),
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
@@ -179,13 +186,30 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
     return uvicorn.Config(
         app,
-        http=connection_class(config.receive_seconds, config.stall_seconds),
+        http=connection_class(config.receive_seconds, config.stall_seconds, _connections(config)),
         access_log=False,  # `AccessLog` says more
         log_config=_logging(config.log_format),
         timeout_graceful_shutdown=config.drain_seconds + 10,
         timeout_keep_alive=config.keep_alive_seconds,
         server_header=False,
     )
+
+
+def _connections(config: ServerConfig) -> int:
+    """The connections that can be kept. Beside as many again that are being refused, there must be room for
+    other files."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * config.max_connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < wanted:
+            most = max(1, (allowed - OTHER_FILES) // 2)
+            logger.warning("%d connections are kept at most: the system allows %d open files", most, allowed)
+            return most
+    return config.max_connections
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from jaxinfer.core import JaxInferError
 from jaxinfer.server.snapshot import Recorder, Seen, shape
-from jaxinfer.server.transport import EventStream, unless_gone
+from jaxinfer.server.transport import EventStream, is_leaving, unless_gone
 from jaxinfer.server.wire import ApiError, frame
 from jaxinfer.server.worker import EngineWorker, StoppingError
 
@@ -102,7 +102,7 @@ class LiveFeed:
 
     async def handle(self, http: HttpRequest) -> Response:
         """GET /live."""
-        frames = self.watch()
+        frames = _until(is_leaving(http.receive), self.watch())
         first = await unless_gone(http.receive, anext(frames))
         if first is None:
             await frames.aclose()
@@ -206,6 +206,17 @@ class LiveFeed:
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+
+async def _until(ended: Callable[[], bool], frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The frames, and an end for them when the server shuts down: it would wait for whoever watches."""
+    try:
+        async for one in frames:
+            if ended():
+                raise StoppingError("the server is shutting down")
+            yield one
+    finally:
+        await frames.aclose()
 
 
 def _event(name: str, value: Any) -> bytes:

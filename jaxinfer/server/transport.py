@@ -8,11 +8,13 @@ both are watched by the same function. Nothing here knows of models or engines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -33,6 +35,12 @@ MAX_REQUEST_ID = 128
 
 MAX_PATH = 200
 """Characters of a path that are written."""
+
+CROWDED = "jaxinfer.crowded"
+"""In the state of a scope: its connection is one too many, of this many."""
+
+MAX_UNHEARD, UNHEARD_S = 1 << 20, 2.0
+"""Of a request that is refused unheard, how much is read, and how long."""
 
 QUIET = ("/health", "/metrics")
 """Paths that machines ask every few seconds: their lines are of level DEBUG."""
@@ -190,6 +198,57 @@ class Errors:
                 raise
             logger.exception("a request failed")
             await (await on_error(HttpRequest(scope), error))(scope, receive, send)
+
+
+class Crowd:
+    """Refuses what comes over a connection beyond the most that are kept (`connection.py` marks them), but
+    for what machines ask: a server that has much to do is not one to be restarted."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        most = scope.get("state", {}).get(CROWDED)
+        if scope["type"] != "http" or most is None or scope["path"] in QUIET:
+            await self.app(scope, receive, send)
+            return
+        http = HttpRequest(scope, receive)
+        # A connection that is closed with something unread in it is reset, and the answer may be lost.
+        with contextlib.suppress(ApiError, ClientDisconnect):
+            await read_body(http, MAX_UNHEARD, UNHEARD_S)
+        error = ApiError(
+            503,
+            f"the server keeps no more than {most} connections (--max-connections); try again later",
+            code="too_many_connections",
+            headers={"Retry-After": "1", "Connection": "close"},
+        )
+        await (await on_error(http, error))(scope, receive, send)
+
+
+def bare_answer(error: ApiError) -> bytes:
+    """A whole answer as bytes, for a request that is none: with an id, a line in the log, and the end of the
+    connection."""
+    label = uuid.uuid4().hex
+    token = request_label.set(label)
+    try:
+        _say({"method": "-", "path": "-"}, label, error.status, 0.0, None)
+    finally:
+        request_label.reset(token)
+    body = encode(error.body)
+    head = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
+        f"X-Request-Id: {label}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
+def is_leaving(receive: Receive) -> Callable[[], bool]:
+    """Asks whether the server that runs the application shuts down and waits for the answer in progress, as
+    far as it can be known: all that uvicorn tells such an answer is that its connection will not be kept.
+    (What else there is, the lifespan's end, comes only after the last answer.)"""
+    cycle = getattr(receive, "__self__", None)
+    kept = getattr(cycle, "keep_alive", False)
+    return lambda: kept and not getattr(cycle, "keep_alive", True)
 
 
 class AccessLog:

@@ -15,6 +15,7 @@ import anyio
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from fake_runner import FakeRunner
 from fastapi import FastAPI
 from scripted import eventually
@@ -38,6 +39,7 @@ from jaxinfer.server.snapshot import (
     runs,
     shape,
 )
+from jaxinfer.server.worker import StoppingError
 from jaxinfer.text.tokenizer import ByteTokenizer
 
 LIMITS = Limits(
@@ -272,6 +274,35 @@ def test_the_end_of_the_server_ends_the_stream(serve: Callable[[FastAPI], str]):
     assert name == "message"
     assert "shutting down" in last["error"]["message"]
     assert eventually(lambda: app.state.live.watchers == 0)
+
+
+@pytest.mark.parametrize("protocol", ["h11", "auto"])
+def test_a_server_of_another_kind_does_not_wait_for_watchers(protocol: str):
+    """Whoever runs the application with a server of its own need not know of the live page."""
+    server = uvicorn.Server(
+        uvicorn.Config(application(), port=0, log_level="warning", http=protocol)  # pyright: ignore[reportArgumentType]
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert eventually(lambda: server.started)
+    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    with watching(address) as events:
+        next(snapshots(events))
+        server.should_exit = True
+        rest = list(events)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "shutting down" in rest[-1][1]["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_the_end_of_the_lifespan_ends_the_streams():
+    app = application()
+    async with app.router.lifespan_context(app):
+        frames = app.state.live.watch()
+        await anext(frames)
+    with anyio.fail_after(10), pytest.raises(StoppingError):
+        [frame async for frame in frames]
 
 
 # ------------------------------------------------------------------------------------------- shapes

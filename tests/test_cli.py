@@ -242,7 +242,8 @@ def test_sampling_flags_are_the_sampling_params():
         "n": 2, "max_tokens": 5, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
         "seed": 0, "stop": ("x",), "stop_token_ids": (3,), "include_stop_str_in_output": True,
         "ignore_eos": True, "logprobs": 0, "skip_special_tokens": False, "repetition_penalty": 1.1,
-        "presence_penalty": 0.0, "frequency_penalty": -1.0, "prompt_logprobs": 0,
+        "presence_penalty": 0.0, "frequency_penalty": -1.0, "prompt_logprobs": 0, "bad_words": ("x",),
+        "allowed_token_ids": (5, 6),
     }  # fmt: skip
     assert SamplingFlags(**given).given() == given
     assert SamplingFlags(logit_bias=("5:-100", "6:2.5")).given() == {"logit_bias": {5: -100.0, 6: 2.5}}

@@ -118,6 +118,10 @@ class SamplingFlags:
     """Subtracted from the logit of a token for every time that the answer holds it so far."""
     logit_bias: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID:BIAS")] = ()
     """Added to the logit of a token, such as 504:-100; may be given several times."""
+    allowed_token_ids: UseAppendAction[tuple[int, ...]] = ()
+    """A token that may be chosen; may be given several times, and then no other is."""
+    bad_words: UseAppendAction[tuple[str, ...]] = ()
+    """A word that the answer never holds; may be given several times."""
     json_schema: Annotated[str | None, arg(metavar="JSON|@FILE")] = None
     """The answer is JSON that this schema allows."""
     regex: str | None = None
@@ -141,7 +145,7 @@ class SamplingFlags:
             given["logit_bias"] = bias_argument(given["logit_bias"])
         for name in {"json_schema", "grammar"} & given.keys():
             given[name] = file_argument(given[name], name)
-        for name in {"regex", "choice"} & given.keys():
+        for name in {"regex", "choice", "bad_words"} & given.keys():
             for text in [given[name]] if name == "regex" else given[name]:
                 text_argument(text)
         SamplingParams(**given)

@@ -20,8 +20,8 @@ MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 16384, 4096
 """Limits of one request's stop conditions: they are matched on the thread that all requests share."""
 
-MAX_BIASES, MAX_CHOICES = 1024, 4096
-"""Limits of one request's logit_bias and choice."""
+MAX_BIASES, MAX_CHOICES, MAX_BAD_WORDS = 1024, 4096, 128
+"""Limits of one request's logit_bias, choice and bad_words."""
 
 MIN_REPETITION_PENALTY = 0.01
 
@@ -38,6 +38,8 @@ class SamplingParams:
     subtract from ids of the output alone, once and once per occurrence (OpenAI's rule). `logit_bias` adds to
     ids.
     One of `json_schema`, `regex`, `choice` and `grammar` (Lark) binds the output to a structure.
+    `allowed_token_ids` leaves no other ids to choose from (an end that is not among them never comes);
+    `bad_words` are texts that the output never holds, spelled as they are or after a space.
     `prompt_logprobs` k reports on every prompt token but the first as `logprobs` does on the output.
     `temperature` 0 (or too small to divide by), `top_k` 1 and `top_p` 0 are greedy; `top_k` 0 or -1 is off.
     `max_tokens` None runs to the model's limit. `logprobs` k reports the k most likely tokens of each step
@@ -65,6 +67,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Seq[int] | None = None
+    bad_words: Seq[str] = ()
     prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
@@ -116,13 +120,39 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens"
             )
+        self._check_words()
         self._check_structure()
+
+    def _check_words(self) -> None:
+        """Which ids and texts the output may hold."""
+        words, ids = self.bad_words or (), self.allowed_token_ids
+        if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w.strip() for w in words):
+            raise RequestError(f"bad_words must be a list of words, got {_shown(words)}", "bad_words")
+        if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"bad_words has {len(words)} words of {sum(map(len, words))} characters together; "
+                f"at most {MAX_BAD_WORDS} of {MAX_STOP_CHARACTERS} are served",
+                "bad_words",
+            )
+        object.__setattr__(self, "bad_words", tuple(words))
+        if ids is None:
+            return
+        if not isinstance(ids, (list, tuple)) or not ids or not all(_is_int(i) for i in ids):
+            raise RequestError(
+                f"allowed_token_ids must be a list of token ids, and not empty, got {_shown(ids)}",
+                "allowed_token_ids",
+            )
+        object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(ids)))
 
     def _check_structure(self) -> None:
         """One kind of structure at most, each of its own type; whether it compiles the tokenizer says."""
         stated = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(stated) > 1:
             raise RequestError(f"{' and '.join(stated)} exclude each other; state one", stated[1])
+        if stated and self.allowed_token_ids is not None:
+            raise RequestError(
+                f"allowed_token_ids and {stated[0]} exclude each other; state one", "allowed_token_ids"
+            )
         kinds = {"json_schema": (Mapping, str), "regex": (str,), "grammar": (str,)}
         for name in stated:
             value = getattr(self, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from jaxinfer.core import Draw, Limits, Sequence, Slice
@@ -29,15 +30,27 @@ class Matcher(Protocol):
 class Drawing:
     """Makes the Draws of one sequence. Told of every token, so that none is looked at twice."""
 
-    __slots__ = ("_changes", "_matcher", "_sequence")
+    __slots__ = ("_allowed", "_changes", "_matcher", "_sequence")
 
-    def __init__(self, sequence: Sequence, limits: Limits, matcher: Matcher | None):
+    def __init__(
+        self,
+        sequence: Sequence,
+        limits: Limits,
+        matcher: Matcher | None,
+        banned: Iterable[tuple[int, ...]] = (),
+    ):
+        """banned: runs of ids that spell the `bad_words`."""
         sampling = sequence.request.sampling
         self._sequence, self._matcher = sequence, matcher
         held = held_back_ids(sampling, limits.eos_token_ids) if sampling.min_tokens else ()
         self._changes = None
-        if held or sampling.adjusts_logits:
-            self._changes = SequenceChanges(sampling, sequence.request.prompt_token_ids, held)
+        banned = tuple(banned)
+        if held or banned or sampling.adjusts_logits:
+            prompt = sequence.request.prompt_token_ids
+            self._changes = SequenceChanges(sampling, prompt, held, banned=banned)
+        self._allowed = None
+        if sampling.allowed_token_ids is not None:
+            self._allowed = _mask(sampling.allowed_token_ids, limits.vocab_size)
 
     @property
     def finished(self) -> bool:
@@ -57,5 +70,13 @@ class Drawing:
         changes = None
         if self._changes is not None:
             changes = self._changes.current(hold_ends=sequence.num_output < sampling.min_tokens)
-        mask = None if self._matcher is None else self._matcher.mask()
+        mask = self._allowed if self._matcher is None else self._matcher.mask()
         return Draw(sampling, sequence.seed, piece.start + piece.count, changes, mask)
+
+
+def _mask(ids: Iterable[int], vocab_size: int) -> bytes:
+    """`Draw.mask` that allows these ids alone."""
+    words = bytearray((vocab_size + 31) // 32 * 4)
+    for token in ids:
+        words[token >> 3] |= 1 << (token & 7)
+    return bytes(words)

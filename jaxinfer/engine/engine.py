@@ -108,6 +108,8 @@ class Engine:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         sampling, now = request.sampling, self.clock()
         outputs = []
+        spell = self.tokenizer.spellings if sampling.bad_words and self.tokenizer else None
+        banned = () if spell is None else spell(sampling.bad_words)
         for index in range(sampling.n):
             sequence = Sequence(
                 uid=next(self._uids),
@@ -125,7 +127,7 @@ class Engine:
             matcher = self.tokenizer.matcher(sampling) if structured and self.tokenizer else None
             if matcher is not None and matcher.finished:
                 raise RequestError(f"{sampling.structure} allows no text at all", sampling.structure)
-            drawing = Drawing(sequence, self.limits, matcher)
+            drawing = Drawing(sequence, self.limits, matcher, banned)
             outputs.append(SequenceOutput(sequence, self.tokenizer, drawing))
         for output in outputs:
             self._outputs[output.sequence.uid] = output

@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
         """Follows the structure that `sampling` asks for; None without one. Raises RequestError."""
         ...
 
+    def spellings(self, words: Seq[str]) -> list[tuple[int, ...]]:
+        """The token ids that write each word, at the start of a text and after a space."""
+        ...
+
     def stream(
         self,
         stop: Seq[str] = ...,

@@ -79,6 +79,17 @@ def _check_stops(sampling: SamplingParams, limits: Limits, has_tokenizer: bool) 
     held = held_back_ids(sampling, limits.eos_token_ids) if sampling.min_tokens else ()
     # The rows of an output matrix past the tokenizer's last id are never chosen, so they leave no choice.
     choices = vocab if limits.sampled_vocab is None else limits.sampled_vocab
+    allowed = sampling.allowed_token_ids
+    for token in allowed or ():
+        if not 0 <= token < choices:
+            raise RequestError(
+                f"allowed_token_ids: {token} is not an id from 0 to {choices - 1}", "allowed_token_ids"
+            )
+    if allowed is not None and set(allowed) <= set(held):
+        raise RequestError(
+            f"min_tokens {sampling.min_tokens}: every one of the allowed_token_ids would be held back",
+            "min_tokens",
+        )
     if sum(token < choices for token in held) >= choices:
         raise RequestError(
             f"min_tokens {sampling.min_tokens}: every one of the {choices} tokens that can be sampled would "
@@ -98,6 +109,8 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
     if sampling.structured and not has_tokenizer:
         name = sampling.structure
         raise RequestError(f"{name} needs a tokenizer, and this model has none", name)
+    if sampling.bad_words and not has_tokenizer:
+        raise RequestError("bad_words needs a tokenizer, and this model has none", "bad_words")
     if sampling.prompt_logprobs is not None and min(limits.max_num_batched_tokens, limits.page_size) < 2:
         raise RequestError(
             "prompt_logprobs needs a max_num_batched_tokens and a page_size of at least 2", "prompt_logprobs"

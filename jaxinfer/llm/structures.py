@@ -28,6 +28,9 @@ class StructuredTokenizer:
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)
 
+    def spellings(self, words: Seq[str]) -> list[tuple[int, ...]]:
+        return self._tokenizer.spellings(words)
+
     def stream(
         self,
         stop: Seq[str] = (),

@@ -23,9 +23,7 @@ from jaxinfer.server.tools import ToolChoice, ToolUse, tool_use
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     # parameter -> the values, besides null, that ask for nothing
     "add_special_tokens": (),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),  # of a completion; a chat has them
     "documents": ([],),
@@ -121,6 +119,8 @@ class _Sampled(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
@@ -161,7 +161,7 @@ class _Sampled(Strict):
         names = (
             "n", "seed", "stop", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids",
             "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "repetition_penalty",
-            "presence_penalty", "frequency_penalty", "logit_bias",
+            "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words",
         )  # fmt: skip
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}

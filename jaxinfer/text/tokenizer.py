@@ -150,6 +150,17 @@ class Tokenizer:
         """
         return self._encode(self._plain_core(continued), text, False)
 
+    def spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ids that write each word, as it starts a text and as it follows a space. A word that is more
+        than one token may be written in further ways, by tokens that no encoding of it would choose."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                for continued in (False, True):
+                    if ids := tuple(self.encode_segment(text, continued=continued)):
+                        found[ids] = None
+        return list(found)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, bytes that are not UTF-8 as U+FFFD; ids past the tokenizer are nothing."""
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]

@@ -34,14 +34,19 @@ def test_penalties_bias_and_options_reach_the_engine(path: str):
         frequency_penalty=-1,
         repetition_penalty=1.1,
         logit_bias={"7": -100, "8": 2.5},
+        allowed_token_ids=[7, 9],
+        bad_words=["no"],
         priority=-3,
         cache_salt="mine",
     )
     assert request.sampling == SamplingParams(
-        presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.1, logit_bias={7: -100.0, 8: 2.5}
-    )
+        presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.1, logit_bias={7: -100.0, 8: 2.5},
+        allowed_token_ids=(7, 9), bad_words=("no",),
+    )  # fmt: skip
     assert (request.priority, request.cache_salt) == (-3, "mine")
-    plain = asked(path, logit_bias={}, priority=None, cache_salt=None, response_format={"type": "text"})
+    plain = asked(
+        path, logit_bias={}, bad_words=[], priority=None, cache_salt=None, response_format={"type": "text"}
+    )
     assert plain.sampling == SamplingParams()
     assert (plain.priority, plain.cache_salt) == (0, None)
 

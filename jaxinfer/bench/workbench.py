@@ -42,13 +42,15 @@ class Measured:
 
 @dataclass(slots=True)
 class Workbench:
-    """A target with all that accompanies a measurement. `say` is told of each run in a line (stderr)."""
+    """A target with all that accompanies a measurement. `say` is told of each run in a line (stderr); `basis`
+    says what predictions rest on."""
 
     target: Target
     objective: Objective = field(default_factory=Objective)
     predict: Predictor | None = None
     log: Log | None = None
     say: Callable[[str], None] = field(default=lambda line: None)
+    basis: str | None = None
 
     def warm_up(self, load: Load, requests: int) -> None:
         """Run `requests` requests like the first of `load`, together and unmeasured; their prompts are

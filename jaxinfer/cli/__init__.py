@@ -18,6 +18,7 @@ import tyro
 from tyro.conf import subcommand
 
 from jaxinfer.cli import debug
+from jaxinfer.cli.bench import Bench
 from jaxinfer.cli.chat import Chat
 from jaxinfer.cli.commands import Doctor, Pull, Serve
 from jaxinfer.cli.convert import Convert
@@ -34,6 +35,7 @@ Command = (
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Serve, subcommand("serve")]
     | Annotated[Score, subcommand("score")]
+    | Annotated[Bench, subcommand("bench")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Doctor, subcommand("doctor")]
 )

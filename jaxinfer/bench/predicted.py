@@ -1,0 +1,125 @@
+"""What a load is foretold to give: the engine's own scheduler on a simulated device, in virtual time.
+
+    predictor = Predictor.of(llm)
+    records = predictor(load)            the same shape as what is measured
+
+Nothing is fitted to the run that it is compared with. A step takes what a calibration of this machine says of
+it, or else what the roofline does at the memory bandwidth and matmul rate that were measured beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.bench.drive import GREEDY
+from jaxinfer.bench.load import Load
+from jaxinfer.bench.records import RequestRecord, Status
+from jaxinfer.config import StepShape, shape_ladder
+from jaxinfer.core import Limits, Request
+from jaxinfer.llm import LLM
+from jaxinfer.planner import DeviceSheet, ModelCosts, RooflineTime, StepTime
+from jaxinfer.planner.calibration import CalibratedTime, Calibration
+from jaxinfer.simulator import Ask, Served, Simulation, StepTimer
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """An engine's decisions with the step times of a model. `basis` says where those come from."""
+
+    limits: Limits
+    time: StepTime
+    ladder: tuple[StepShape, ...]
+    policy: Any = "fcfs"
+    prefix_caching: bool = False
+    asynchronous: bool = True
+    basis: str = ""
+
+    @classmethod
+    def of(cls, llm: LLM, calibration: Calibration | None = None) -> Predictor | None:
+        """For a loaded model, by a calibration or by what `LLM.measure_machine` measured; None without
+        either.
+
+        Raises ConfigError for a calibration of other numbers than the model's.
+        """
+        costs = costs_of(llm)
+        time = None if costs is None else step_time(costs, llm.stats(), calibration)
+        if time is None:
+            return None
+        config, (model_time, basis) = llm.engine_config, time
+        limits = llm.limits
+        ladder = getattr(llm.engine.runner, "ladder", None)
+        return cls(
+            limits=limits,
+            time=model_time,
+            ladder=ladder or shape_ladder(limits.max_num_seqs, limits.max_num_batched_tokens, platform="cpu"),
+            policy=config.scheduling_policy,
+            prefix_caching=llm.engine.scheduler.tables.cache is not None,
+            asynchronous=llm.engine.asynchronous,
+            basis=basis,
+        )
+
+    def __call__(self, load: Load) -> list[RequestRecord]:
+        """The records of a load, from an idle engine with an empty prefix cache."""
+        timer = StepTimer(self.time, self.ladder, asynchronous=self.asynchronous)
+        simulation = Simulation(self.limits, timer, policy=self.policy, prefix_caching=self.prefix_caching)
+        asks = [
+            Ask(
+                arrival.at_s,
+                Request(
+                    request_id=f"foretold-{index}",
+                    prompt_token_ids=load.prompt_ids(index, self.limits.vocab_size),
+                    sampling=dataclasses.replace(GREEDY, max_tokens=arrival.output_tokens),
+                ),
+            )
+            for index, arrival in enumerate(load.arrivals)
+        ]
+        outcome = simulation.run(asks, concurrency=load.concurrency)
+        return [_record(load, served) for served in outcome.served]
+
+
+def costs_of(llm: LLM) -> ModelCosts | None:
+    """What the model's steps cost; None where it was put together by hand and nobody knows."""
+    config, model = llm.engine_config, llm.model_config
+    if model is None or config.dtype == "auto" or config.kv_cache_dtype == "auto":
+        return None
+    return ModelCosts(model, config.dtype, config.kv_cache_dtype, config.quantization)
+
+
+def step_time(costs: ModelCosts, stats: Any, calibration: Calibration | None) -> tuple[StepTime, str] | None:
+    """A model of step times, and where it is from; None where neither a calibration nor a measurement is.
+
+    Raises ConfigError, as `Predictor.of` does.
+    """
+    if calibration is not None:
+        basis = f"calibration of {calibration.device} with {calibration.model}, {calibration.date}"
+        return CalibratedTime(costs, calibration), basis
+    bandwidth, rate = stats.get("bandwidth"), stats.get("matmul_rate")
+    if not bandwidth or not rate:
+        return None
+    sheet = DeviceSheet(
+        "this machine", 0, bandwidth, {name: rate for name in ("float32", "bfloat16")}, 0.0, "measured here"
+    )
+    shown = f"roofline at {bandwidth / 1e9:.1f} GB/s and {rate / 1e12:.3g} TFLOP/s, measured on this machine"
+    return RooflineTime(costs, sheet), shown
+
+
+def _record(load: Load, served: Served) -> RequestRecord:
+    arrival = load.arrivals[served.index]
+    status: Status = "ok"
+    if served.finish_reason not in ("stop", "length"):
+        status = "refused" if served.finish_reason is None else "failed"
+    return RequestRecord(
+        index=served.index,
+        arrived_s=served.arrived_s,
+        sent_s=served.sent_s,
+        token_s=tuple(served.token_s),
+        ended_s=served.ended_s,
+        prompt_tokens=arrival.num_prompt,
+        asked_tokens=arrival.output_tokens,
+        cached_tokens=served.cached_tokens,
+        status=status,
+        finish_reason=served.finish_reason,
+        error=served.error,
+    )

@@ -1,0 +1,214 @@
+"""Flags of `jaxinfer bench`: the model, the load, what is reported; and which of them go together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from jaxinfer.cli.flags import MODEL_HELP, EngineFlags
+from jaxinfer.cli.terminal import UsageError
+from jaxinfer.core import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.bench import Lengths, Objective, Prompts
+    from jaxinfer.bench.target import Target
+    from jaxinfer.bench.workbench import Workbench
+    from jaxinfer.llm import LLM
+    from jaxinfer.planner.calibration import Calibration
+
+OptionalModel = Annotated[Positional[str | None], arg(metavar="MODEL", help=f"{MODEL_HELP} Or --url.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchEngineFlags(EngineFlags):
+    """How the model is run."""
+
+    warmup: Literal["full", "lazy"] = "full"
+    """full compiles every program before anything is measured; lazy compiles amid the run."""
+    # --seed is the load's, and --trace a file of one.
+    seed: Annotated[int | None, arg(name="engine-seed")] = None
+    trace: Annotated[str | None, arg(name="engine-trace")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthFlags:
+    """How long prompts and answers are: 128, uniform:64-256 or lognormal:128,0.6 (median, sigma[, most])."""
+
+    prompt: str = "512"
+    """Tokens of a prompt."""
+    output: str = "128"
+    """Tokens of an answer."""
+    shared_prefix: int = 0
+    """Tokens that many prompts begin with, before those of --prompt: a system prompt."""
+    shared_groups: int = 1
+    """How many such prefixes there are."""
+
+    def checked(self) -> tuple[Prompts, Lengths]:
+        """Raises ConfigError."""
+        from jaxinfer.bench import Lengths, Prompts
+
+        prompts = Prompts(Lengths.parse(self.prompt), self.shared_prefix, self.shared_groups)
+        return prompts, Lengths.parse(self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFlags:
+    """What is measured, and where it goes."""
+
+    slo: str = ""
+    """What is promised, such as ttft_p95=500ms,tpot_p95=50ms: ttft, tpot, gap or e2e; pNN, mean or max."""
+    seed: int = 0
+    """Of the load: lengths, arrivals and prompts."""
+    warmup_requests: int = 8
+    """Requests that run before anything is measured."""
+    log: Annotated[str | None, arg(metavar="FILE")] = None
+    """Keep the raw times of every request: JSONL."""
+    plot: Annotated[str | None, arg(metavar="FILE")] = None
+    """Draw the result: PNG. Needs jaxinfer[plots]."""
+    keep_eos: bool = False
+    """Let the model end its answers: they are then shorter than stated."""
+    temperature: float = 0.0
+    """Of the sampling."""
+    predict: bool = True
+    """Foretell every run by simulation, and report that beside what was measured."""
+    calibration: Annotated[str | None, arg(metavar="FILE")] = None
+    """Foretell by this calibration of step times; left out, by the one that `jaxinfer doctor --calibrate`
+    keeps for this device, and without one by the roofline of what is measured of it."""
+
+    def checked(self) -> Objective:
+        """What must be right before a model is loaded. Raises ConfigError, or RequestError for a
+        temperature."""
+        from jaxinfer.bench import Objective, plots
+        from jaxinfer.core import ConfigError
+
+        plots.check(self.plot)
+        if self.calibration is not None and not Path(self.calibration).is_file():
+            raise ConfigError(f"calibration {self.calibration}: there is no such file")
+        if self.warmup_requests < 0:
+            raise ConfigError(f"warmup_requests must be at least 0, got {self.warmup_requests}")
+        if self.calibration is not None and not self.predict:
+            raise UsageError("--calibration is of a prediction, and --no-predict asks for none")
+        self.sampling()
+        return Objective.parse(self.slo)
+
+    def sampling(self) -> SamplingParams:
+        """Of every request. Raises RequestError."""
+        return SamplingParams(temperature=self.temperature, ignore_eos=not self.keep_eos)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTargetFlags:
+    """A running server, in place of a model."""
+
+    url: str | None = None
+    """Put the load to a server of OpenAI's shape, such as http://127.0.0.1:8000."""
+    api_key: str | None = None
+    """Sent to it as `Authorization: Bearer KEY`."""
+    served_model_name: str | None = None
+    """The model's name there; the first that it lists, if left out."""
+    vocab_size: int | None = None
+    """Draw prompts from the token ids below this; 10000 if left out. The server must know them all."""
+    timeout_s: float | None = None
+    """A request that has not ended by then has failed; 600 if left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFlags:
+    """What most benchmarks share."""
+
+    report: ReportFlags = field(default_factory=ReportFlags)
+    engine: BenchEngineFlags = field(default_factory=BenchEngineFlags)
+
+    @contextlib.contextmanager
+    def workbench(self, model: str | None, server: ServerTargetFlags | None = None) -> Generator[Workbench]:
+        """Everything ready to measure. Raises UsageError for flags that do not go together, ConfigError and
+        OSError for what cannot run."""
+        from jaxinfer.bench import Log
+        from jaxinfer.bench.workbench import Workbench
+
+        objective = self.report.checked()
+        with contextlib.ExitStack() as stack:
+            log = None if self.report.log is None else stack.enter_context(Log(self.report.log))
+            url = None if server is None else server.url
+            if (model is None) == (url is None):
+                raise UsageError("give a MODEL to be run here, or --url of a server that runs one")
+            if url is None:
+                if server is not None:
+                    refuse_given(server, "is of a server: it needs --url")
+                assert model is not None
+                target, predict, basis = self._in_process(model, stack)
+            else:
+                assert server is not None
+                refuse_given(
+                    self.engine, "is of an engine that is started here; the server at --url has its own"
+                )
+                if self.report.calibration is not None:
+                    raise UsageError(
+                        "--calibration is of an engine that runs here, not of the server at --url"
+                    )
+                target, predict, basis = self._at(server), None, None
+            yield Workbench(target, objective, predict, log, _say, basis)
+
+    def _in_process(self, model: str, stack: contextlib.ExitStack) -> tuple[Target, Any, str | None]:
+        from jaxinfer.bench.predicted import Predictor
+        from jaxinfer.bench.target import InProcess
+
+        llm = stack.enter_context(self.engine.load(model))
+        llm.measure_machine()
+        predictor = Predictor.of(llm, self._calibration(llm)) if self.report.predict else None
+        basis = None if predictor is None else predictor.basis
+        return InProcess(llm, self.report.sampling()), predictor, basis
+
+    def _calibration(self, llm: LLM) -> Calibration | None:
+        """The one that was given, else the one that is kept for this device and the model's dtypes."""
+        from jaxinfer.bench.predicted import costs_of
+        from jaxinfer.planner.calibration import Calibration
+
+        if self.report.calibration is not None:
+            return Calibration.load(Path(self.report.calibration))
+        import jax
+
+        from jaxinfer.calibration import find_calibration
+
+        costs = costs_of(llm)
+        return None if costs is None else find_calibration(jax.local_devices()[0].device_kind, costs)
+
+    def _at(self, server: ServerTargetFlags) -> Target:
+        from jaxinfer.bench.http_target import VOCABULARY, HttpTarget
+
+        assert server.url is not None
+        return HttpTarget(
+            server.url,
+            model=server.served_model_name,
+            api_key=server.api_key,
+            vocab_size=server.vocab_size or VOCABULARY,
+            ignore_eos=not self.report.keep_eos,
+            temperature=self.report.temperature,
+            timeout_s=server.timeout_s or 600.0,
+        )
+
+
+def _say(line: str) -> None:
+    print(f"jaxinfer: {line}", file=sys.stderr, flush=True)
+
+
+def given(flags: Any, names: Iterable[str] | None = None) -> list[str]:
+    """The flags, as they are spelled, whose value is not the default."""
+    found = []
+    for f in dataclasses.fields(flags):
+        if (names is None or f.name in names) and getattr(flags, f.name) != f.default:
+            found.append("--" + f.name.replace("_", "-"))
+    return found
+
+
+def refuse_given(flags: Any, reason: str, names: Iterable[str] | None = None) -> None:
+    """Raise UsageError for the first of these flags that was given: nothing is accepted and ignored."""
+    for name in given(flags, names):
+        raise UsageError(f"{name} {reason}")

@@ -10,6 +10,7 @@ it, or else what the roofline does at the memory bandwidth and matmul rate that 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,13 @@ from jaxinfer.core import Limits, Request
 from jaxinfer.llm import LLM
 from jaxinfer.planner import DeviceSheet, ModelCosts, RooflineTime, StepTime
 from jaxinfer.planner.calibration import CalibratedTime, Calibration
-from jaxinfer.simulator import Ask, Served, Simulation, StepTimer
+from jaxinfer.simulator import Ask, Outcome, Served, Simulation, StepTimer
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """An engine's decisions with the step times of a model. `basis` says where those come from."""
+    """An engine's decisions with the step times of a model. `basis` says where those come from; `sheet`, of
+    the device, serves to say which wall binds."""
 
     limits: Limits
     time: StepTime
@@ -35,6 +37,7 @@ class Predictor:
     prefix_caching: bool = False
     asynchronous: bool = True
     basis: str = ""
+    sheet: DeviceSheet | None = None
 
     @classmethod
     def of(cls, llm: LLM, calibration: Calibration | None = None) -> Predictor | None:
@@ -62,7 +65,11 @@ class Predictor:
 
     def __call__(self, load: Load) -> list[RequestRecord]:
         """The records of a load, from an idle engine with an empty prefix cache."""
-        timer = StepTimer(self.time, self.ladder, asynchronous=self.asynchronous)
+        return records_of(load, self.simulate(load))
+
+    def simulate(self, load: Load, advance: Callable[[float], None] | None = None) -> Outcome:
+        """All that the simulation tells of a load; `advance(1)` is called at the end of each request."""
+        timer = StepTimer(self.time, self.ladder, asynchronous=self.asynchronous, sheet=self.sheet)
         simulation = Simulation(self.limits, timer, policy=self.policy, prefix_caching=self.prefix_caching)
         asks = [
             Ask(
@@ -75,8 +82,12 @@ class Predictor:
             )
             for index, arrival in enumerate(load.arrivals)
         ]
-        outcome = simulation.run(asks, concurrency=load.concurrency)
-        return [_record(load, served) for served in outcome.served]
+        return simulation.run(asks, concurrency=load.concurrency, advance=advance)
+
+
+def records_of(load: Load, outcome: Outcome) -> list[RequestRecord]:
+    """What was simulated of a load, as what is measured of one."""
+    return [_record(load, served) for served in outcome.served]
 
 
 def costs_of(llm: LLM) -> ModelCosts | None:

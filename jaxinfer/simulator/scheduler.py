@@ -95,20 +95,22 @@ class CruisingScheduler(Scheduler):
         """`schedule`, told as a Step; None when there is nothing to run now."""
         if not self._smooth():
             return self._plan_one_by_one()
-        group, draft = self.group, Draft(self.limits)
+        group = self.group
         if group.stopping():
             self._quiet = 0  # its token of the budget is somebody's
         group.begin()
+        if group.rows and not self.active and (self._quiet >= QUIET or not self.waiting):
+            self._take_pages()
+            self._quiet += 1
+            return self._planned(StepPlan(self._next_step, ()), 0)
+        draft = Draft(self.limits)
         ranked = sorted(self.active.values(), key=rank_of)
         for sequence in ranked:
             if self._steady(sequence):
                 del self.active[sequence.uid]
                 group.join(sequence)
                 self._quiet = 0
-        for member in group.take_pages():
-            page = self.pool.allocate(1)
-            assert page is not None, f"{self} was thought to have enough pages"
-            member.sequence.pages += page
+        self._take_pages()
         draft.budget -= group.rows
         for sequence in ranked:
             if sequence.uid in self.active and sequence.pending == 1:
@@ -124,12 +126,24 @@ class CruisingScheduler(Scheduler):
             assert self._in_flight or not self.has_unfinished, f"nothing can be scheduled: {self}"
             return None
         self._quiet = 0 if draft.counts else self._quiet + 1
-        number, self._next_step = self._next_step, self._next_step + 1
-        self._in_flight.add(number)
-        step = Step(draft.plan(number), decodes, group.rows, tuple(group.keys), group.planned)
+        return self._planned(draft.plan(self._next_step), decodes)
+
+    def _planned(self, plan: StepPlan, decodes: int) -> Step:
+        """The step about to be planned is this: slices, and the group."""
+        group = self.group
+        step = Step(plan, decodes, group.rows, tuple(group.keys), group.planned)
+        self._in_flight.add(self._next_step)
+        self._next_step += 1
         group.planned += 1
         self._flying.append(step)
         return step
+
+    def _take_pages(self) -> None:
+        """A page for each of the group who needs one in the step about to be planned."""
+        for member in self.group.take_pages():
+            page = self.pool.allocate(1)
+            assert page is not None, f"{self} was thought to have enough pages"
+            member.sequence.pages += page
 
     def _plan_one_by_one(self) -> Step | None:
         self.disband()
@@ -208,6 +222,10 @@ class CruisingScheduler(Scheduler):
         if step.index is not None:
             assert step.index == group.committed, f"{step} is recorded at {group.committed}"
             full, ended = group.recorded()
+            if not (full or ended):
+                group.committed += 1
+                group.times.append(self.clock())
+                return self._commit_slices(step.plan)
             # Whose place in the prefix cache was evicted begins at its first page: that is for all to see.
             lost = [member for member in full if not _is_known(member)]
             singly = {m.sequence.uid: m for m in (*ended, *lost)}

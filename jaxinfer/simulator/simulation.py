@@ -6,11 +6,13 @@ arrived, plan a step, give it to the device, wait for the step before it and rec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -114,6 +116,13 @@ class Simulation:
                     f"{ask.request.request_id}: neither n > 1 nor timeout_s is simulated"
                 )
         door = _Door(self, asks, concurrency, advance or (lambda amount: None))
+        with _uncollected():
+            self._run(door)
+        served = tuple(s for s in door.served if s is not None)
+        assert len(served) == len(asks), f"{self.scheduler} forgot {len(asks) - len(served)} requests"
+        return Outcome(served, self.timer.totals, self.peaks, self.scheduler.preemptions, self.clock())
+
+    def _run(self, door: _Door) -> None:
         while True:
             door.let_in()
             if self.scheduler.has_unfinished:
@@ -122,10 +131,7 @@ class Simulation:
             elif (at_s := door.next_arrival()) is not None:
                 self.clock.wait_until(at_s)
             else:
-                break
-        served = tuple(s for s in door.served if s is not None)
-        assert len(served) == len(asks), f"{self.scheduler} forgot {len(asks) - len(served)} requests"
-        return Outcome(served, self.timer.totals, self.peaks, self.scheduler.preemptions, self.clock())
+                return
 
     def _step(self) -> list[Sequence]:
         """One step of an engine; returns the sequences that ended."""
@@ -150,6 +156,19 @@ class Simulation:
         self.clock.wait_until(done_at)
         outcomes = self.scheduler.commit_step(step)
         return [outcome.sequence for outcome in outcomes if outcome.sequence.finish_reason is not None]
+
+
+@contextlib.contextmanager
+def _uncollected() -> Generator[None]:
+    """Without Python's search for cycles, which looks again and again at millions of tokens. What the
+    scheduler lets go of is in none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Door:

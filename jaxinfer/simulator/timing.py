@@ -7,39 +7,51 @@ from dataclasses import dataclass, field
 
 from jaxinfer.config import StepShape, is_invariant, most_emitting
 from jaxinfer.core import StepPlan
-from jaxinfer.planner import ModelCosts, StepParts, StepTime, StepWork
+from jaxinfer.planner import DeviceSheet, ModelCosts, StepTime, StepWork, Wall
 from jaxinfer.planner.costs import Span
 from jaxinfer.simulator.cruise import Window, seen
 from jaxinfer.simulator.scheduler import Step
-
-PARTS = tuple(f.name for f in dataclasses.fields(StepParts))
 
 
 @dataclass(slots=True)
 class Totals:
     """Sums over all steps. Bytes and operations are of one device, and of real tokens alone; `places` counts
-    tokens with the padding of buckets. `seconds` goes by part (`StepParts`); `bound_s` says what the time of
-    the steps went to, each as a whole to what took most of it; `busy_s` is all of it."""
+    tokens with the padding of buckets, `decode_steps` the steps without a chunk. `busy_s` is all seconds,
+    those after it are what went to which part (`StepParts`; `host_s` passes beside the others), and `walls_s`
+    the time of the steps that each wall bound, as `planner.plan` names them ({} without a sheet)."""
 
     steps: int = 0
+    decode_steps: int = 0
     tokens: int = 0
     places: int = 0
     moved_bytes: float = 0.0
     operations: float = 0.0
     busy_s: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    bound_s: dict[str, float] = field(default_factory=dict)
+    linear_s: float = 0.0
+    decode_attention_s: float = 0.0
+    chunk_attention_s: float = 0.0
+    exchange_s: float = 0.0
+    host_s: float = 0.0
+    walls_s: dict[Wall, float] = field(default_factory=dict)
 
 
 class StepTimer:
     """Seconds of steps by a `StepTime`, in the buckets that would run.
 
     asynchronous: the host prepares a step while the device runs the one before. Then a step takes the longer
-    of the two, else both one after the other.
+    of the two, else both one after the other. sheet: the device, to say which wall binds.
     """
 
-    def __init__(self, model: StepTime, ladder: tuple[StepShape, ...], *, asynchronous: bool = True):
+    def __init__(
+        self,
+        model: StepTime,
+        ladder: tuple[StepShape, ...],
+        *,
+        asynchronous: bool = True,
+        sheet: DeviceSheet | None = None,
+    ):
         self.model, self.ladder, self.asynchronous = model, ladder, asynchronous
+        self._ridge = None if sheet is None else sheet.ridge(model.costs.dtype)
         self.totals = Totals()
         self.most_rows = most_emitting(ladder)
         costs = model.costs
@@ -57,7 +69,8 @@ class StepTimer:
 
     def work(self, step: Step) -> StepWork:
         """What a step asks of one device, with the padding of its bucket."""
-        ones, chunk_tokens, emitting = step.rows, 0, step.rows
+        ones = emitting = step.rows
+        chunk_tokens = 0
         keys = list(step.keys)
         chunks: list[Span] = []
         for piece in step.plan.slices:
@@ -105,20 +118,29 @@ class StepTimer:
 
     def _count(self, work: StepWork) -> float:
         parts, totals, costs = self.model.parts(work), self.totals, self.model.costs
-        seconds = parts.total if self.asynchronous else parts.device + parts.host
+        device, host = parts.device, parts.host
+        seconds = max(device, host) if self.asynchronous else device + host
+        moved, operations = costs.moved_bytes(work), costs.operations(work)
         totals.steps += 1
+        totals.decode_steps += work.decode_rows == work.tokens
         totals.tokens += work.tokens
         totals.places += work.places
-        totals.moved_bytes += costs.moved_bytes(work)
-        totals.operations += costs.operations(work)
+        totals.moved_bytes += moved
+        totals.operations += operations
         totals.busy_s += seconds
-        longest, most = "", -1.0
-        for name in PARTS:
-            value = getattr(parts, name)
-            totals.seconds[name] += value
-            if value > most:
-                longest, most = name, value
-        totals.bound_s[longest] = totals.bound_s.get(longest, 0.0) + seconds
+        totals.linear_s += parts.linear
+        totals.decode_attention_s += parts.decode_attention
+        totals.chunk_attention_s += parts.chunk_attention
+        totals.exchange_s += parts.exchange
+        totals.host_s += host
+        if self._ridge is not None:
+            if host > device:
+                wall: Wall = "scheduling"
+            elif parts.exchange > device / 2:
+                wall = "exchange"
+            else:
+                wall = "bandwidth" if moved * self._ridge >= operations else "compute"
+            totals.walls_s[wall] = totals.walls_s.get(wall, 0.0) + seconds
         return seconds
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
@@ -19,20 +18,19 @@ from jaxinfer.config import EngineConfig, ModelConfig, invariant_ladder, shape_l
 from jaxinfer.core import ConfigError, Limits, SamplingParams
 from jaxinfer.model import kv, weights
 from jaxinfer.model.llama import Build
-from jaxinfer.presets import PRESETS
 from jaxinfer.progress import phase
 from jaxinfer.runtime import backends
 from jaxinfer.runtime.backends import Attention
 from jaxinfer.runtime.generation_config import check_ids, default_sampling
 from jaxinfer.runtime.runner import JaxRunner
 from jaxinfer.runtime.trace import release_freed_memory
+from jaxinfer.shapes import RANDOM, model_shape
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.errors import ChatTemplateError, TokenizerError
 from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-RANDOM = "random:"
 CPU_POOL_BYTES = 1 << 30
 """Most that a pool of unstated size takes on CPU, where the memory belongs to everything else too."""
 
@@ -162,7 +160,7 @@ def _generation_file(source: Any) -> str:
 
 def _open(model: str) -> tuple[str, ModelConfig, Any, Tokenizer | None, ChatTemplate | None]:
     if model.startswith(RANDOM):
-        model_config = ModelConfig.from_hf(_random_config(model.removeprefix(RANDOM)))
+        model_config = model_shape(model)
         tokenizer = ByteTokenizer()
         usable = tokenizer.vocab_size <= model_config.vocab_size
         return model, model_config, None, tokenizer if usable else None, None
@@ -212,24 +210,6 @@ def _kind(path: Path) -> str:
         (path.is_char_device, "character device"), (path.is_block_device, "block device"),
     )  # fmt: skip
     return next((name for test, name in kinds if test()), "special file")
-
-
-def _random_config(which: str) -> dict[str, Any]:
-    """The config of random:WHICH: a built-in shape, or the path of a config.json or its folder."""
-    if which in PRESETS:
-        return PRESETS[which]
-    path = Path(which)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as reason:
-        known = ", ".join(PRESETS)
-        raise ConfigError(
-            f"random:{which}: neither a built-in shape ({known}) nor a readable config.json: {reason}"
-        ) from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: a config.json must hold an object, got {type(config).__name__}")
-    return config
 
 
 def _num_pages(

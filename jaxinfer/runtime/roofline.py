@@ -54,7 +54,7 @@ def costs_of(config: ModelConfig, graph: nnx.GraphDef, state: nnx.State, kv: KVS
     model = nnx.merge(graph, state)
     formats = {"int8": "int8", "uint8": "int4", "float8_e4m3fn": "fp8"}  # of pallas_kernels.quantized
     weights = {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model.layers))}
-    pages = jax.tree.leaves(kv.k[0])[0].dtype.name
+    pages = str(jax.tree.leaves(kv.k[0])[0].dtype.name)
     return ModelCosts(
         config,
         dtype=jax.tree.leaves(nnx.state(model.embedding))[0].dtype.name,

@@ -23,7 +23,9 @@ from jaxinfer.cli.chat import Chat
 from jaxinfer.cli.commands import Doctor, Pull, Serve
 from jaxinfer.cli.convert import Convert
 from jaxinfer.cli.generate import Generate
+from jaxinfer.cli.plan import Plan
 from jaxinfer.cli.score import Score
+from jaxinfer.cli.simulate import Simulate
 from jaxinfer.cli.terminal import UsageError, say_error
 from jaxinfer.core import JaxInferError
 
@@ -37,6 +39,8 @@ Command = (
     | Annotated[Score, subcommand("score")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Plan, subcommand("plan")]
+    | Annotated[Simulate, subcommand("simulate")]
     | Annotated[Doctor, subcommand("doctor")]
 )
 

@@ -195,7 +195,7 @@ def _model_name(model: str) -> str:
 
 def _check_room(model: str, config: ModelConfig, build: Build) -> None:
     """Raise ConfigError where random weights would not fit: numpy's own error would name neither number."""
-    needed, free = weights.param_bytes(config, build), _free_bytes(build.platform)
+    needed, free = weights.param_bytes(config, build), free_bytes(build.platform)
     if needed > free:
         kind = build.quantization.format if build.quantization else build.dtype.name
         raise ConfigError(
@@ -218,7 +218,7 @@ def _num_pages(
     """M: as stated, else what the limits (whose own num_pages is not looked at) can use, within the memory
     that may be taken and what the attention backend can index."""
     page_bytes = kv.page_bytes(model, config.page_size, attention.kv_dtype)
-    available = _free_bytes(platform)
+    available = free_bytes(platform)
     if config.num_pages is not None:
         wanted = config.num_pages * page_bytes
         if wanted > available:
@@ -250,7 +250,8 @@ def _num_pages(
     return pages
 
 
-def _free_bytes(platform: str) -> int:
+def free_bytes(platform: str) -> int:
+    """What could be had now of the device's memory. Raises ConfigError where the device does not tell."""
     if platform == "cpu":
         try:  # what could be had, the page cache included; MemFree alone can be next to nothing
             with open("/proc/meminfo") as meminfo:

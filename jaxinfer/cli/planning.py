@@ -1,0 +1,80 @@
+"""What commands that predict share: which device, in which numbers, and how long its steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.core import ConfigError
+from jaxinfer.planner import DEVICES, DeviceSheet, ModelCosts, RooflineTime, StepTime, device_sheet
+
+SHEETS = ", ".join(DEVICES)
+DETECT = ("detect", "cpu")
+"""Devices that are measured: what is here, of any kind; or the CPU that is here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFlags:
+    """On what a model is thought to run."""
+
+    device: Annotated[
+        str, arg(help=f"{SHEETS}; detect: what is here, measured; cpu: this CPU, measured.")
+    ] = "detect"
+    tp: int = 1
+    """Devices that share the model, by tensor parallelism."""
+    weight_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8"] = "auto"
+    """Of the weights; the last three quantise them."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
+    """Of the K/V pages; auto is that of arithmetic."""
+
+    def costs(self, config: ModelConfig, platform: str) -> ModelCosts:
+        """The arithmetic of a model in these numbers. Raises ConfigError."""
+        quantization = self.weight_dtype if self.weight_dtype in ("int8", "int4", "fp8") else None
+        dtype = "auto" if quantization else self.weight_dtype
+        engine = EngineConfig(
+            dtype=dtype, kv_cache_dtype=self.kv_dtype, quantization=quantization,  # type: ignore[arg-type]
+        ).on(platform)  # fmt: skip
+        return ModelCosts(config, engine.dtype, engine.kv_cache_dtype, quantization, self.tp)
+
+    def resolve(self, config: ModelConfig) -> Target:
+        """The device, and what says how long steps take on it. Raises ConfigError."""
+        if self.device not in DETECT:
+            sheet = device_sheet(self.device)
+            costs = self.costs(config, sheet.platform)
+            return Target(
+                sheet, costs, lambda costs: RooflineTime(costs, sheet),
+                "the device's sheet at assumed shares (jaxinfer.planner.Efficiency)", None,
+            )  # fmt: skip
+        if self.device == "cpu":
+            import os
+
+            os.environ["JAX_PLATFORMS"] = "cpu"
+        from jaxinfer.calibration import detected
+
+        return Target(*detected(lambda platform: self.costs(config, platform)))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device and a model on it. `expectation`: whence the times come, in words."""
+
+    sheet: DeviceSheet
+    costs: ModelCosts
+    time_of: Callable[[ModelCosts], StepTime]
+    expectation: str
+    pool_limit_bytes: int | None
+
+    @property
+    def time(self) -> StepTime:
+        return self.time_of(self.costs)
+
+
+def positive(name: str, value: int) -> int:
+    """The value. Raises ConfigError below 1."""
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")
+    return value

@@ -47,6 +47,7 @@ from jaxinfer.server.transport import (
     read_body,
     unless_gone,
 )
+from jaxinfer.server.watchdog import watch_steps
 from jaxinfer.server.wire import ApiError
 from jaxinfer.server.worker import EngineWorker
 
@@ -67,6 +68,7 @@ def create_app(
     receive_seconds: float | None = None,
     cors_origins: Sequence[str] = (),
     allowed_hosts: Sequence[str] | None = None,
+    step_timeout: float | None = None,
 ) -> FastAPI:
     """The application. Its engine thread starts and stops with the application's lifespan.
 
@@ -75,13 +77,16 @@ def create_app(
     A body must be there `receive_seconds` after its head (None: for ever). Pages of `cors_origins` ("*": all)
     may use the API from a browser. With `allowed_hosts`, requests must call the server by one of these names
     or one of the loopback interface's (None: by any): a server that listens there alone needs it.
+    /health says 503 while a step has taken longer than `step_timeout` seconds (None: whatever it takes).
     """
-    worker = EngineWorker(llm.engine, llm.limits, max_queue=max_queue)
+    worker = EngineWorker(llm.engine, llm.limits, max_queue=max_queue, step_timeout_s=step_timeout)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         worker.start()
+        watching = asyncio.create_task(watch_steps(worker))
         yield
+        watching.cancel()
         live.close()
         await run_in_threadpool(worker.stop)
         handlers.writer.shutdown(wait=False, cancel_futures=True)

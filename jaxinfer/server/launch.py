@@ -68,6 +68,10 @@ class ServerConfig:
     max_connections: int = 1024
     """Connections that are kept at a time; what comes over more is refused with 503, but for /health and
     /metrics. Fewer where the system allows fewer open files."""
+    step_timeout: int = 600
+    """Seconds of one step after which /health says 503 ("stuck") until it ends; 0 never does. A program that
+    is compiled at its first use is part of its step (minutes, for some models on some GPUs), unless all are
+    at start (--warmup full)."""
     cors_origin: tuple[str, ...] = ()
     """A web origin whose pages may use the API (* for all); may be given several times."""
     allowed_host: tuple[str, ...] = ()
@@ -88,6 +92,7 @@ class ServerConfig:
             ("stall_seconds", 1, None),
             ("keep_alive_seconds", 1, None),
             ("max_connections", 1, None),
+            ("step_timeout", 0, None),
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
@@ -171,6 +176,7 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         receive_seconds=config.receive_seconds,
         cors_origins=config.cors_origin,
         allowed_hosts=_allowed_hosts(config, listener),
+        step_timeout=config.step_timeout or None,
     )
     worker, dead_since = app.state.worker, None
     Server(uvicorn_config(app, config)).run(sockets=[listener])

@@ -227,7 +227,10 @@ class EngineWorker:
     has the rest.
     """
 
-    def __init__(self, engine: EngineLike, limits: Limits, *, max_queue: int = 256):
+    def __init__(
+        self, engine: EngineLike, limits: Limits, *, max_queue: int = 256, step_timeout_s: float | None = None
+    ):
+        self.step_timeout_s = step_timeout_s
         self.capacity = limits.max_num_seqs + max_queue
         self.max_queue = max_queue
         self.death: str | None = None
@@ -324,19 +327,23 @@ class EngineWorker:
     def health(self) -> dict[str, Any]:
         """What is true of the thread now. `step_s` is how long the step in progress has taken.
 
-        `status` is "ok", "failing" (the last FAILING_AT steps failed; the next good one ends it), "stopping"
-        or "dead".
+        `status` is "ok", "failing" (the last FAILING_AT steps failed; the next good one ends it), "stuck" (a
+        step has taken longer than `step_timeout_s`, for as long as it goes on), "stopping" or "dead".
         """
         failed = self._engine.failed_in_a_row
         with self._wakeup:
             began = self._step_began
             alive = self._thread.is_alive() and self.death is None
             status = "ok" if failed < FAILING_AT else "failing"
+            seconds = None if began is None else time.monotonic() - began
+            limit = self.step_timeout_s
+            if seconds is not None and limit is not None and seconds > limit:
+                status = "stuck"
             return {
                 "status": "dead" if not alive else "stopping" if self._stopping else status,
                 "sequences": sum(self._open.values()),
                 "capacity": self.capacity,
-                "step_s": None if began is None else round(time.monotonic() - began, 3),
+                "step_s": None if seconds is None else round(seconds, 3),
                 "failed_in_a_row": failed,
                 "error": self.death,
             }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 from test_llm_structures import EOS, over
@@ -14,6 +16,7 @@ from tiny import tiny_runner
 from jaxinfer.core import RequestError, SamplingParams
 from jaxinfer.engine.changes import SequenceChanges
 from jaxinfer.llm import LLM
+from jaxinfer.server.app import create_app
 
 VOWELS = tuple(b"aeiou")
 
@@ -69,7 +72,7 @@ def test_what_would_complete_a_bad_word_is_out(
     changes = SequenceChanges(SamplingParams(), [1], ends, banned=banned)
     for length in range(len(output) + 1):
         said, hold = tuple(output[:length]), holds[length]
-        expected = {run[-1] for run in banned if (said + (run[-1],))[-len(run) :] == run}
+        expected = {run[-1] for run in banned if (*said, run[-1])[-len(run) :] == run}
         expected |= ends if hold else set()
         current = changes.current(hold_ends=hold)
         found = {} if current is None else dict(zip(current.ids, current.addends, strict=True))
@@ -104,3 +107,17 @@ def test_what_cannot_be_had_together_is_refused() -> None:
     with pytest.raises(RequestError, match="allowed_token_ids and regex exclude each other"):
         SamplingParams(allowed_token_ids=[1], regex="a")
     assert SamplingParams(bad_words=[]) == SamplingParams()
+
+
+@pytest.mark.parametrize(("stop", "expected"), [({"stop": ["AA"]}, "AA"), ({"stop_token_ids": [65]}, 65)])
+def test_what_stopped_an_answer_is_told_over_http(
+    llm: LLM, stop: dict[str, Any], expected: str | int
+) -> None:
+    body = {"prompt": "Say", "allowed_token_ids": [65], "max_tokens": 9, **stop}
+    with TestClient(create_app(llm)) as client:
+        (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+        lines = client.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
+    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", expected)
+    assert chunks[-1]["stop_reason"] == expected
+    assert all("stop_reason" not in chunk for chunk in chunks[:-1])

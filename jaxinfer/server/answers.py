@@ -55,6 +55,7 @@ class Choice:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     announced: bool = False
     text_offset: int = 0
     calls: CallParser | None = None
@@ -123,7 +124,7 @@ class Answer(ABC):
             self._prompt_logprobs[first] = event.prompt_logprobs
         choice = self.choices[first + event.index]
         choice.num_tokens += 0 if self.wanted.prompt_only else len(event.token_ids)
-        choice.finish_reason = event.finish_reason
+        choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
         return choice
 
     def size(self) -> int:
@@ -148,9 +149,13 @@ class Answer(ABC):
         choice = self._note(event)
         ids = list(event.token_ids)
         for piece in self._pieces(choice, event):
+            opens = self._opens(piece)
             if self.wanted.token_ids:
-                piece["token_ids"], ids = ([], ids) if self._opens(piece) else (ids, [])
-            yield self._chunk([{"index": choice.index, **piece}])
+                piece["token_ids"], ids = ([], ids) if opens else (ids, [])
+            if piece["finish_reason"]:
+                piece["stop_reason"] = choice.stop_reason
+            untold = len(event.token_ids) if opens and not self.wanted.prompt_only else 0
+            yield self._chunk([{"index": choice.index, **piece}], untold)
 
     def _opens(self, piece: dict[str, Any]) -> bool:
         """Whether a piece comes before what the sequence said."""
@@ -160,10 +165,10 @@ class Answer(ABC):
         """The chunk that ends a stream with `include_usage`: no choices, the usage of all of them."""
         return {**self._chunk([]), "usage": self.usage()}
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts, each counted once, and of all choices."""
+    def usage(self, untold: int = 0) -> dict[str, Any]:
+        """Tokens of all prompts, each counted once, and of all choices but `untold` ones."""
         prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-        completion = sum(choice.num_tokens for choice in self.choices)
+        completion = sum(choice.num_tokens for choice in self.choices) - untold
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -171,11 +176,11 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], untold: int = 0) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
         if not self.wanted.include_usage:
             return chunk
-        return {**chunk, "usage": self.usage() if self.wanted.usage_so_far else None}
+        return {**chunk, "usage": self.usage(untold) if self.wanted.usage_so_far else None}
 
     def _request_of(self, choice: Choice) -> Request:
         return self.requests[choice.index // self.n]
@@ -226,6 +231,8 @@ class CompletionAnswer(Answer):
             "text": echoed,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "token_ids")),  # where not asked for
         }
         if self.wanted.prompt_logprobs is not None:
             whole["prompt_logprobs"] = self._of_prompt(choice)
@@ -310,7 +317,7 @@ class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def whole(self) -> dict[str, Any]:
-        whole = super().whole()
+        whole = super().whole() | dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
         if self.wanted.prompt_logprobs is not None:
             whole["prompt_logprobs"] = self._of_prompt(self.choices[0])
         if self.wanted.token_ids:
@@ -340,8 +347,10 @@ class ChatAnswer(Answer):
             "message": message,
             "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
             "finish_reason": reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self.wanted.token_ids else None,
         }
-        return {**whole, "token_ids": choice.token_ids} if self.wanted.token_ids else whole
+        return whole
 
     def _pieces(self, choice: Choice, event: TokenEvent) -> Iterator[dict[str, Any]]:
         if not choice.announced:
@@ -350,14 +359,17 @@ class ChatAnswer(Answer):
         text, calls = self._split(choice, event)
         logprobs = self._logprobs(event.token_ids, event.logprobs or ())
         told = event.token_ids and (logprobs or self.wanted.token_ids)
+        reason = event.finish_reason
+        if reason and not calls and not choice.num_calls and (text or told):
+            yield {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason}
+            return
         if text or told:
             yield {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
         for call in calls:
             delta = {"tool_calls": [{"index": choice.num_calls, **call.as_openai()}]}
             choice.num_calls += 1
             yield {"delta": delta, "logprobs": None, "finish_reason": None}
-        if event.finish_reason:
-            reason = event.finish_reason
+        if reason:
             if self.wanted.tools is not None:
                 reason = self.wanted.tools.finish_reason(reason, choice.num_calls > 0)
             yield {"delta": {}, "logprobs": None, "finish_reason": reason}

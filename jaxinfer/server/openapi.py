@@ -136,7 +136,7 @@ _OF_PROMPT = _list({
     "type": ["object", "null"],
     "additionalProperties": _object({"logprob": _LOGPROB, "rank": _COUNT, "decoded_token": _STRING}),
 })  # fmt: skip
-_EXTRAS = {"prompt_logprobs": _OF_PROMPT, "prompt_token_ids": _IDS, "token_ids": _IDS}
+
 _COMPLETION_LOGPROBS = _object({
     "tokens": _list(_STRING),
     "token_logprobs": _list(_MAYBE_LOGPROB),
@@ -162,8 +162,17 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+_EXTRAS = {name: _or_null(_IDS) for name in ("prompt_token_ids", "token_ids")}
+_EXTRAS["prompt_logprobs"] = _or_null(_OF_PROMPT)
+
+
 def _answer(kind: str, choice: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
-    shape = {"index": _COUNT, **choice, "finish_reason": _REASON}
+    shape = {
+        "index": _COUNT,
+        **choice,
+        "finish_reason": _REASON,
+        "stop_reason": {"type": ["string", "integer", "null"]},
+    }
     head = {"id": _STRING, "object": {"const": kind}, "created": _COUNT, "model": _STRING}
     choices = {**_list(_object(shape, _EXTRAS)), "minItems": 1}
     return _object({**head, "choices": choices, "usage": {"$ref": _REF + "Usage"}}, extras)

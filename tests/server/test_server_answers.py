@@ -40,6 +40,10 @@ def choices(chunks: list[Any], index: int = 0) -> list[dict]:
     return [c for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == index]
 
 
+NOT_ASKED_FOR = dict.fromkeys(("stop_reason", "prompt_logprobs", "prompt_token_ids", "token_ids"))
+"""vLLM's additions to OpenAI's shapes: clients of vLLM read them without asking whether they are there."""
+
+
 def test_a_completion_is_openais():
     with client_of() as client:
         answer = client.post(COMPLETIONS, json={"model": "scripted", "prompt": "abc"}).json()
@@ -48,7 +52,9 @@ def test_a_completion_is_openais():
     assert answer == {
         "object": "text_completion",
         "model": "scripted",
-        "choices": [{"index": 0, "text": "ABCABCAB", "logprobs": None, "finish_reason": "length"}],
+        "choices": [
+            {"index": 0, "text": "ABCABCAB", "logprobs": None, "finish_reason": "length", **NOT_ASKED_FOR}
+        ],
         "usage": {
             "prompt_tokens": 3,
             "completion_tokens": 8,
@@ -64,8 +70,11 @@ def test_a_chat_is_openais():
     assert answer["id"].startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
     message = {"role": "assistant", "content": "U:HI", "refusal": None}
+    not_asked_for = dict(NOT_ASKED_FOR)
+    assert answer["prompt_logprobs"] is not_asked_for.pop("prompt_logprobs")
+    assert answer["prompt_token_ids"] is not_asked_for.pop("prompt_token_ids")
     assert answer["choices"] == [
-        {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
+        {"index": 0, "message": message, "logprobs": None, "finish_reason": "length", **not_asked_for}
     ]
 
 
@@ -108,8 +117,15 @@ def test_a_chat_stream_announces_speaks_and_ends():
         chunks = stream(client, CHAT, {"messages": [USER], "max_tokens": 3})
     deltas = [c["delta"] for c in choices(chunks)]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert "".join(d["content"] for d in deltas[1:-1]) == "U:H"
-    assert deltas[-1] == {}
+    assert [d["content"] for d in deltas[1:]] == ["U", ":", "H"]  # the end comes with the last text
+
+
+def test_the_usage_so_far_grows_with_every_chunk_of_a_chat():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with client_of() as client:
+        chunks = stream(client, CHAT, {"messages": [USER], "max_tokens": 3, "stream_options": options})
+    assert [c["usage"]["completion_tokens"] for c in chunks[:-1]] == [0, 1, 2, 3, 3]
+    assert [len(c["choices"]) for c in chunks[:-1]] == [1, 1, 1, 1, 0]
 
 
 def test_usage_comes_in_a_chunk_of_its_own_when_asked_for():

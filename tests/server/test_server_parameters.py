@@ -98,4 +98,4 @@ def test_logprobs_of_the_prompt_come_with_every_choice_of_it():
         "98": {"logprob": -1.0, "rank": 2, "decoded_token": "b"},
     }
     assert "101" in second[1]
-    assert "prompt_logprobs" not in plain
+    assert plain["prompt_logprobs"] is None

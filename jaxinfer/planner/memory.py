@@ -69,7 +69,7 @@ def plan_memory(
         device_bytes=device_bytes, weight_bytes=weights, pool_bytes=pages * page,
         temporary_bytes=temporary_bytes(costs, max_num_batched_tokens + max_num_seqs, max_num_seqs),
         page_bytes=page, num_pages=pages, pages_per_sequence=each,
-        largest_batch=max(0, min(room // page - 1, pages - 1)) // each,
+        largest_batch=max(0, pages - 1) // each,
     )  # fmt: skip
 
 

@@ -24,6 +24,15 @@ def costs_of(name: str, *, kv_heads: int | None = None, **options: Any) -> Model
     return ModelCosts(config, **options)
 
 
+def windowed(costs: ModelCosts, window: int | None, every: int = 1) -> ModelCosts:
+    """The model with a window in each layer but every `every`-th (1: in all)."""
+    layers = tuple(
+        dataclasses.replace(layer, window=None if every > 1 and index % every == 0 else window)
+        for index, layer in enumerate(costs.config.layers)
+    )
+    return dataclasses.replace(costs, config=dataclasses.replace(costs.config, layers=layers))
+
+
 def agrees(value: float, printed: str) -> bool:
     """Whether `value`, rounded to the digits of `printed`, is what is printed: "16.0" allows 15.95 to 16.05,
     "2.8e14" allows 2.75e14 to 2.85e14."""

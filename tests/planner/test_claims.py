@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 NOT_NUMERIC = {
     "B21": "a flag of another engine's command line, which does not exist there",
     "B22": "another engine's default, which changed from 0.9 to 0.92; A8 shows what prevents fragmentation",
-    "B24": "accuracy: the planner counts bytes and operations; test_plan.py holds that its remedies say "
+    "B24": "accuracy: the planner counts bytes and operations; test_walls.py holds that its remedies say "
     "where a change is lossy, tests/runtime/test_kv_dtypes.py and tests/model/test_quantized.py what it does",
     "B25": "advice on how to measure, which `jaxinfer bench` follows (percentiles, loads, objectives)",
 }

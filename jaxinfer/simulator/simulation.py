@@ -59,6 +59,15 @@ class Peaks:
     waiting: int = 0
     pages: int = 0
 
+    def see(self, running: int, waiting: int, pages: int) -> None:
+        """A step as it was planned."""
+        if running > self.running:
+            self.running = running
+        if waiting > self.waiting:
+            self.waiting = waiting
+        if pages > self.pages:
+            self.pages = pages
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -140,10 +149,7 @@ class Simulation:
         ended: list[Sequence] = []
         step = scheduler.plan_step()
         if step is not None:
-            peaks = self.peaks
-            peaks.running = max(peaks.running, len(scheduler.running))
-            peaks.waiting = max(peaks.waiting, len(scheduler.waiting))
-            peaks.pages = max(peaks.pages, scheduler.pool.num_live)
+            self.peaks.see(len(scheduler.running), len(scheduler.waiting), scheduler.pool.num_live)
             self._flight = step, self._timeline.run(self.clock(), self.timer.seconds(step))
         if before is not None:
             ended += self._record(*before)

@@ -57,7 +57,8 @@ class StepTimer:
         costs = model.costs
         self.windows: tuple[Window, ...] = tuple(dict.fromkeys(layer.window for layer in costs.config.layers))
         self._views = [_key_costs(costs, window) for window in self.windows]
-        self._shapes: dict[tuple[int, int, int], StepShape] = {}
+        # By one-token slices, chunks, their tokens and rows that sample: places, and places of the head.
+        self._buckets: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
     def seconds(self, step: Step) -> float:
         """Of a step of the simulation; it is added to the totals."""
@@ -87,11 +88,15 @@ class StepTimer:
             moved += key_bytes * count
             operations += key_operations * count
         chunk_bytes, chunk_operations = self.model.costs.attention(chunks) if chunks else (0.0, 0.0)
+        key = ones, len(chunks), chunk_tokens, emitting
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = self._bucket(*key)
         return StepWork(
             tokens=ones + chunk_tokens,
             rows=emitting,
-            places=self.shape(ones, len(chunks), chunk_tokens).tokens,
-            head_places=self._head_places(emitting),
+            places=bucket[0],
+            head_places=bucket[1],
             decode_rows=ones,
             decode_kv_bytes=moved,
             decode_operations=operations,
@@ -99,22 +104,18 @@ class StepTimer:
             chunk_operations=chunk_operations,
         )
 
-    def shape(self, ones: int, chunks: int, chunk_tokens: int) -> StepShape:
-        """The cheapest bucket that holds so much, as `choose_step_shape` finds it for a plan."""
-        key = (ones, chunks, chunk_tokens)
-        shape = self._shapes.get(key)
-        if shape is None:
-            held = (0, ones + chunks, ones + chunk_tokens) if is_invariant(self.ladder) else key
-            shape = next((s for s in self.ladder if s.holds(*held)), None)
-            assert shape is not None, f"no bucket holds {ones} ones and {chunk_tokens} tokens of {chunks}"
-            self._shapes[key] = shape
-        return shape
-
-    def _head_places(self, rows: int) -> int:
-        """Rows of the sampler's bucket: the next power of two, as `sample_ladder` has them."""
-        if is_invariant(self.ladder) and rows:
-            return self.most_rows
-        return min(1 << (rows - 1).bit_length(), max(self.most_rows, rows)) if rows else 0
+    def _bucket(self, ones: int, chunks: int, chunk_tokens: int, emitting: int) -> tuple[int, int]:
+        """Tokens of the cheapest bucket that holds so much, as `choose_step_shape` finds it for a plan; and
+        rows of the sampler's bucket, as `sample_ladder` has them: the next power of two."""
+        held, invariant = (ones, chunks, chunk_tokens), is_invariant(self.ladder)
+        if invariant:
+            held = (0, ones + chunks, ones + chunk_tokens)
+        shape = next((s for s in self.ladder if s.holds(*held)), None)
+        assert shape is not None, f"no bucket holds {ones} ones and {chunk_tokens} tokens of {chunks} chunks"
+        if not emitting:
+            return shape.tokens, 0
+        rows = 1 << (emitting - 1).bit_length()
+        return shape.tokens, self.most_rows if invariant else min(rows, max(self.most_rows, emitting))
 
     def _count(self, work: StepWork) -> float:
         parts, totals, costs = self.model.parts(work), self.totals, self.model.costs

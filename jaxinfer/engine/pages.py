@@ -161,6 +161,10 @@ class PagePool:
         """The ids that are cached, the least recently used first (a copy; for checks and tests)."""
         return tuple(self._cached)
 
+    def cached_among(self, pages: Iterable[int]) -> tuple[int, ...]:
+        """Those of the pages that are cached."""
+        return tuple(filter(self._cached.__contains__, pages))
+
     def check(self) -> list[str]:
         """What is wrong with the books, one sentence each; an empty list when all is well. O(M)."""
         problems = []

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
-"""Between two snapshots."""
+"""Between two snapshots, and longer where a look would take more than MOST_SHARE of the engine's time."""
+MOST_SHARE = 0.01
 PULSE_S = 1.0
 """How long a look may take before the watchers hear that a step takes long."""
 MOST_WATCHERS = 8
@@ -91,6 +94,7 @@ class LiveFeed:
         self._worker = worker
         self._recorder = Recorder(llm.engine)
         self._interval_s = interval_s
+        self._took: deque[float] = deque(maxlen=4)  # seconds of the last looks
         self._llm, self._model = llm, model
         self._pump: asyncio.Task[None] | None = None
         self._detaching: asyncio.Task[None] | None = None
@@ -163,7 +167,7 @@ class LiveFeed:
                 seen = await self._look()
                 value = await run_in_threadpool(shape, seen)
                 self._publish(_event("snapshot", {**value, "health": self._worker.health()}))
-                await asyncio.sleep(self._interval_s)
+                await asyncio.sleep(self.wait_s)
         except JaxInferError as error:
             self._fail(error)
         except Exception as error:
@@ -172,8 +176,20 @@ class LiveFeed:
         finally:
             self._detach_later()
 
+    @property
+    def wait_s(self) -> float:
+        """Until the next look. The shortest of the last ones counts: others may have waited for a core."""
+        return max(self._interval_s, min(self._took, default=0.0) / MOST_SHARE)
+
+    def _timed_look(self) -> Seen:
+        """On the engine's thread."""
+        began = time.perf_counter()
+        seen = self._recorder.look()
+        self._took.append(time.perf_counter() - began)
+        return seen
+
     async def _look(self) -> Seen:
-        asking = asyncio.ensure_future(self._worker.ask(self._recorder.look))
+        asking = asyncio.ensure_future(self._worker.ask(self._timed_look))
         try:
             while not (await asyncio.wait({asking}, timeout=PULSE_S))[0]:
                 self._publish(_event("pulse", {"health": self._worker.health()}))

@@ -4,7 +4,8 @@
     seen = recorder.look()                   engine thread, between two steps: copies, nothing else
     value = shape(seen)                      anywhere: counts, percentiles, the page map
 
-A look costs O(pages held or cached) of plain copying. Nothing that a client sent is in it: no text, no token.
+A look costs O(pages held or cached) of plain copying, and no more than MOST_LOOKED of them: of a larger pool
+every so many-th is looked at. Nothing that a client sent is in it: no text, no token.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from jaxinfer.engine.trace import Trace
 
 MOST_CELLS = 2048
 """Cells of the page map; a larger pool has several pages to a cell."""
+MOST_LOOKED = 16_384
+"""Pages looked at one by one, of the cached ones and the held ones: a millisecond or two of the engine's."""
 COLOURS = 12
 """Colours of requests; with more requests at a time some share one."""
 FREE, CACHED, SHARED, FIRST_COLOUR = 0, 1, 2, 3
@@ -102,7 +105,7 @@ class StepTrace(Trace):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A running request's part of the pool: the `pages` of each of its sequences."""
+    """A running request's part of the pool: the `pages` of each of its sequences (`Seen.every`)."""
 
     request_id: str
     colour: int
@@ -114,9 +117,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one look copied. `stats` is Engine.stats(); `now` the engine's clock."""
+    """What one look copied. `stats` is Engine.stats(); `now` the engine's clock. Of the cached pages, those
+    that `every` divides are here, and of a sequence's every such page in its order."""
 
     now: float
+    every: int
     num_pages: int
     page_size: int
     stats: dict[str, Any]
@@ -150,13 +155,16 @@ class Recorder:
         if trace is None:
             trace = self._trace = engine.trace = StepTrace(engine.trace)
         now, stats = engine.clock(), engine.stats()
+        pool = engine.scheduler.pool
+        every = -(-engine.limits.num_pages // MOST_LOOKED)
         return Seen(
             now=now,
+            every=every,
             num_pages=engine.limits.num_pages,
             page_size=engine.limits.page_size,
             stats=stats,
-            cached=engine.scheduler.pool.cached_pages(),
-            holders=self._holders(engine.scheduler.running),
+            cached=pool.cached_among(range(every, pool.num_pages, every)),
+            holders=self._holders(engine.scheduler.running, every),
             steps=tuple(trace.steps),
             first_token=tuple(trace.first_token),
             inter_token=tuple(trace.inter_token),
@@ -175,7 +183,7 @@ class Recorder:
             for name, old, new in zip(RATES, before, after, strict=True)
         }
 
-    def _holders(self, running: Iterable[EngineSequence]) -> tuple[Holder, ...]:
+    def _holders(self, running: Iterable[EngineSequence], every: int) -> tuple[Holder, ...]:
         groups: dict[str, list[EngineSequence]] = {}
         for sequence in running:
             groups.setdefault(sequence.request.request_id, []).append(sequence)
@@ -194,7 +202,7 @@ class Recorder:
                 prompt_tokens=group[0].num_prompt,
                 output_tokens=sum(s.num_output for s in group),
                 cached_tokens=group[0].cached_tokens,
-                pages=tuple(tuple(s.pages[s.released :]) for s in group),
+                pages=tuple(tuple(s.pages[s.released :: every]) for s in group),
             )
             for key, group in groups.items()
         )
@@ -208,26 +216,27 @@ def shape(seen: Seen) -> dict[str, Any]:
 
     `pages.runs` is the page map from page 1 on, as [code, tenths, cells]: a run of `cells` cells of
     `pages.per_cell` pages each, of which so many tenths are not free (at least 1 where any is), and whose
-    most frequent use is `code`. Percentiles are None where nothing was measured.
+    most frequent use is `code`. In a pool of which not every page was looked at, what is not of `stats` is
+    told of those that were, times `every`. Percentiles are None where nothing was measured.
     """
     stats = seen.stats
     prefix = stats["prefix_cache"]
-    codes = page_codes(seen)
-    held = [page for holder in seen.holders for pages in holder.pages for page in pages]
-    per_cell = -(-(seen.num_pages - 1) // MOST_CELLS)
+    codes, every = page_codes(seen), seen.every
+    _, counts = _held(seen)
+    per_cell = -(-len(codes) // MOST_CELLS)
     return {
         "pages": {
             "total": stats["pages_total"],
             "free": stats["pages_free"],
             "cached": stats["pages_cached"],
             "live": stats["pages_live"],
-            "shared": int((codes == SHARED).sum()),
-            "most_holders": int(np.bincount(held).max()) if held else 0,
+            "shared": every * int((counts > 1).sum()),
+            "most_holders": int(counts.max(initial=0)),
             "page_size": seen.page_size,
-            "per_cell": per_cell,
+            "per_cell": per_cell * every,
             "runs": runs(codes, per_cell),
         },
-        "requests": [_request(holder) for holder in seen.holders[:MOST_REQUESTS]],
+        "requests": [_request(holder, every) for holder in seen.holders[:MOST_REQUESTS]],
         "more_requests": max(0, len(seen.holders) - MOST_REQUESTS),
         "running": stats["running"],
         "waiting": stats["waiting"],
@@ -262,17 +271,24 @@ def shape(seen: Seen) -> dict[str, Any]:
 
 
 def page_codes(seen: Seen) -> np.ndarray:
-    """(num_pages - 1,) uint8: the code of each page from page 1 on."""
-    codes = np.zeros(seen.num_pages, np.uint8)
-    codes[list(seen.cached)] = CACHED
-    holders = np.zeros(seen.num_pages, np.int32)
+    """uint8, (num_pages - 1,): the code of each page from page 1 on; or, of a pool of which not every page
+    was looked at, the code of each `every` pages from page `every` on, of which one was."""
+    every = seen.every
+    codes = np.zeros(-(-seen.num_pages // every), np.uint8)
+    codes[np.asarray(seen.cached, np.int64) // every] = CACHED
     for holder in seen.holders:
         for pages in holder.pages:
-            index = np.asarray(pages, np.int64)
-            codes[index] = FIRST_COLOUR + holder.colour
-            holders[index] += 1  # a sequence holds a page once
-    codes[holders > 1] = SHARED
+            codes[np.asarray(pages, np.int64) // every] = FIRST_COLOUR + holder.colour
+    held, counts = _held(seen)
+    codes[held[counts > 1] // every] = SHARED
     return codes[1:]
+
+
+def _held(seen: Seen) -> tuple[np.ndarray, np.ndarray]:
+    """The pages that sequences hold, and how many of them each."""
+    held = [page for holder in seen.holders for pages in holder.pages for page in pages]
+    ids, counts = np.unique(np.asarray(held, np.int64), return_counts=True)
+    return ids, counts
 
 
 def runs(codes: np.ndarray, per_cell: int) -> list[list[int]]:
@@ -313,7 +329,7 @@ def resident_bytes() -> int | None:
         return None
 
 
-def _request(holder: Holder) -> dict[str, Any]:
+def _request(holder: Holder, every: int) -> dict[str, Any]:
     return {
         "id": holder.request_id[:8],
         "code": FIRST_COLOUR + holder.colour,
@@ -321,7 +337,7 @@ def _request(holder: Holder) -> dict[str, Any]:
         "prompt_tokens": holder.prompt_tokens,
         "output_tokens": holder.output_tokens,
         "cached_tokens": holder.cached_tokens,
-        "pages": len({page for pages in holder.pages for page in pages}),
+        "pages": every * len({page for pages in holder.pages for page in pages}),
     }
 
 

@@ -33,6 +33,10 @@ ALLOWED = {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.planner", "jaxinfer.runtime", "jaxinfer.progress",
         "checkpoints",
     },
+    "jaxinfer.doctor": {
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.planner", "jaxinfer.calibration", "jaxinfer.runtime",
+        "pallas_kernels", "checkpoints",
+    },
     "jaxinfer.arguments": {"jaxinfer.core"},
     "jaxinfer.outputs": {"jaxinfer.core"},
     "jaxinfer.llm": {

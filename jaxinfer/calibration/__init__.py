@@ -3,16 +3,18 @@
 from jaxinfer.calibration.detect import Detected, detected
 from jaxinfer.calibration.fit import fit
 from jaxinfer.calibration.measure import MeasuredStep, StepKind, measure_steps, step_kinds
-from jaxinfer.calibration.store import calibrate, find_calibration
+from jaxinfer.calibration.store import calibrate, calibration_path, find_calibration, known_calibrations
 
 __all__ = [
     "Detected",
     "MeasuredStep",
     "StepKind",
     "calibrate",
+    "calibration_path",
     "detected",
     "find_calibration",
     "fit",
+    "known_calibrations",
     "measure_steps",
     "step_kinds",
 ]

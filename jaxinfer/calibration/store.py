@@ -42,11 +42,19 @@ def calibrate(runner: JaxRunner, costs: ModelCosts, model: str, most_context: in
 
 def calibration_path(device: str, costs: ModelCosts) -> Path:
     """Where the calibration of a device and dtypes is kept."""
+    numbers = (costs.dtype, costs.kv_dtype, costs.quantization or "plain")
+    return _folder(device) / f"{'-'.join(numbers)}.json"
+
+
+def _folder(device: str) -> Path:
     from checkpoints import cache_folder
 
-    parts = (device, costs.dtype, costs.kv_dtype, costs.quantization or "plain")
-    name = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", part) for part in parts)
-    return cache_folder() / "calibration" / f"{name}.json"
+    return cache_folder() / "calibration" / re.sub(r"[^A-Za-z0-9_.]+", "_", device)
+
+
+def known_calibrations(device: str) -> dict[Path, Calibration]:
+    """Those that are kept for a device. Raises ConfigError for a file that cannot be read."""
+    return {path: Calibration.load(path) for path in sorted(_folder(device).glob("*.json"))}
 
 
 def find_calibration(device: str, costs: ModelCosts) -> Calibration | None:

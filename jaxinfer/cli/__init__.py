@@ -20,8 +20,9 @@ from tyro.conf import subcommand
 from jaxinfer.cli import debug
 from jaxinfer.cli.bench import Bench
 from jaxinfer.cli.chat import Chat
-from jaxinfer.cli.commands import Doctor, Pull, Serve
+from jaxinfer.cli.commands import Pull, Serve
 from jaxinfer.cli.convert import Convert
+from jaxinfer.cli.doctor import Doctor
 from jaxinfer.cli.generate import Generate
 from jaxinfer.cli.plan import Plan
 from jaxinfer.cli.score import Score

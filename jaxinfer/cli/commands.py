@@ -1,4 +1,4 @@
-"""The small commands: pull, serve, doctor."""
+"""The small commands: pull, serve."""
 
 from __future__ import annotations
 
@@ -37,18 +37,4 @@ class Serve:
         from jaxinfer.server.launch import serve
 
         serve(lambda: self.engine.load(self.model), self.server.checked())
-        return 0
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Show versions, devices, attention backends, the cache folder and import paths."""
-
-    json: bool = False
-    """As one JSON object."""
-
-    def run(self) -> int:
-        from jaxinfer.doctor import doctor
-
-        print(doctor(as_json=self.json))
         return 0

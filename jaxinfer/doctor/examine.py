@@ -35,6 +35,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "platform": {"system": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()},
         "devices": _attempt(_devices),
+        "measured": _attempt(_measured),
         "attention_backends": _attempt(_attention_backends),
         "structured_outputs": _attempt(_structured_outputs),
         "engine_defaults": _attempt(_engine_defaults),
@@ -89,6 +90,28 @@ def _memory(device: Any) -> dict[str, int | None]:
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES") if _has_free_pages() else None
     return {"memory_bytes": total * page, "free_bytes": None if free is None else free * page}
+
+
+def _measured() -> dict[str, Any]:
+    """The two limits of the first device, and the step times that are known of it."""
+    import jax
+
+    from jaxinfer.calibration import known_calibrations
+    from jaxinfer.config import EngineConfig
+    from jaxinfer.runtime.roofline import measure_machine
+
+    platform = jax.default_backend()
+    machine = measure_machine(platform, EngineConfig().on(platform).dtype)
+    known = known_calibrations(jax.local_devices()[0].device_kind)
+    return {
+        "bandwidth_per_s": machine.bandwidth,
+        "operations_per_s": machine.matmul_rate,
+        "operations_in": machine.dtype,
+        "calibrations": {
+            str(path): f"{found.model}, {found.dtype}, {found.date}, residual {100 * found.residual:.0f} %"
+            for path, found in known.items()
+        },
+    }
 
 
 def _has_free_pages() -> bool:
@@ -207,6 +230,8 @@ def _name(key: str) -> str:
 def _plain(key: str, value: Any) -> str:
     if value is None:
         return "-"
+    if key.endswith("_per_s"):
+        return f"{value / 1e9:.4g} G/s"
     if key.endswith("bytes"):
         return f"{value / 2**30:.2f} GiB"
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -14,6 +14,7 @@ from jaxinfer.config import ModelConfig, StepShape, choose_step_shape
 from jaxinfer.core import Draw, Sampled, StepPlan, StepResult
 from jaxinfer.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS
 from jaxinfer.model.kv import KVState, create_kv
+from jaxinfer.planner import ModelCosts
 from jaxinfer.progress import phase
 from jaxinfer.runtime import draws as step_draws
 from jaxinfer.runtime import inputs, steps
@@ -313,6 +314,11 @@ class JaxRunner:
                 self.machine = measure_machine(self.platform, self.programs.leaves[0].dtype)
             except Exception as error:
                 logger.warning("the machine could not be measured (%s): no MBU, no MFU", type(error).__name__)
+
+    @property
+    def costs(self) -> ModelCosts:
+        """What the model's steps move and compute, as it lies in memory."""
+        return self._cost.costs
 
     def manifest_table(self) -> list[tuple[str, ...]]:
         """Every program compiled, as rows of text under a heading."""

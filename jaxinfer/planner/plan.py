@@ -230,7 +230,7 @@ def _changes(base: Plan) -> Iterator[tuple[str, ModelCosts | None, dict[str, Any
         divides = all(
             min(k, layer.num_kv_heads) and layer.num_kv_heads % k == 0 for layer in costs.config.layers
         )
-        if divides and (k % costs.tensor_parallel == 0 or costs.tensor_parallel % k == 0):
+        if divides and k % costs.tensor_parallel == 0:  # fewer than devices are repeated: nothing is saved
             changed = dataclasses.replace(costs, config=with_kv_heads(costs.config, k))
             yield (
                 f"GQA-{k}" if k > 1 else "MQA", changed, {},
@@ -255,7 +255,7 @@ def _changes(base: Plan) -> Iterator[tuple[str, ModelCosts | None, dict[str, Any
     for factor, name in ((0.25, "a quarter of the chunk"), (4, "four times the chunk")):
         size = int(budget * factor)
         if size >= max(workload.batch + 1, 64):
-            note = "shorter stalls, later first token" if factor < 1 else "earlier first token, longer stalls"
+            note = "shorter stalls, a queue waits longer" if factor < 1 else "longer stalls, fewer steps"
             yield name, None, {"max_num_batched_tokens": size}, note
     more = 2 * costs.tensor_parallel
     try:

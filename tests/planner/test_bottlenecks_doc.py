@@ -10,6 +10,7 @@ import pytest
 from stated import GB, GIB, KIB, TERA, agrees, costs_of
 from test_claims import ALL
 
+from jaxinfer import cli
 from jaxinfer.planner import DEVICES, ModelCosts, Plan, Workload, plan, plan_memory, remedies
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +109,7 @@ def test_what_tokens_cost(row: dict[str, str]) -> None:
     phase = got.decode
     assert row.pop("fits") == ("no" if got.walls[0] == "capacity" else "yes")
     check(row, {
-        "GB a step": phase.moved_bytes / GB,
+        "GiB a step": phase.moved_bytes / GIB,
         "TPOT floor ms": 1e3 * phase.floor_s,
         "expected ms": 1e3 * phase.expected_s,
         "tok/s at most": int(row["batch"]) / phase.floor_s,
@@ -139,25 +140,50 @@ def test_chunks_against_stalls() -> None:
         assert agrees(value, stated)
 
 
-def changes() -> Iterator[tuple[str, Plan]]:
-    base = load(seven(), context=4096, batch=16)
+def changes(base: Plan) -> Iterator[tuple[str, Plan]]:
     yield "as it is", base
     for remedy in remedies(base):
         yield remedy.name, remedy.plan
 
 
 def test_what_remedies_buy() -> None:
-    found = dict(changes())
+    found = dict(changes(load(seven(), context=4096, batch=16)))
     for row in table("change"):
-        got = found[row["change"]]
+        got = found[row["change"].removesuffix("*")]
+        assert row["change"].endswith("*") is (got.walls[0] == "capacity")
         check(row, {
             "K/V KiB a token": got.costs.kv_bytes_per_token / KIB,
             "largest batch": got.memory.largest_batch,
-            "one TTFT floor s": got.prefill.floor_s,
-            "TPOT floor ms": 1e3 * got.decode.floor_s,
+            "one TTFT ms": 1e3 * got.prefill.expected_s,
+            "TPOT ms": 1e3 * got.decode.expected_s,
             "stall ms": 1e3 * got.stall_s,
             "tok/s in all": got.tokens_per_s,
         })  # fmt: skip
+
+
+COMMANDS = re.findall(r"^    (jaxinfer plan [^#\n]*[^#\s])", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_runs_and_prints_the_plan(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, name, *flags = command.split()
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert cli.main(command.split()[1:]) == 0
+    said = capsys.readouterr().out
+    costs = costs_of(name, tensor_parallel=int(given.get("--tp", 1)))
+    sizes = {key: int(given[f"--{key}"]) for key in ("context", "batch", "output") if f"--{key}" in given}
+    got = plan(name, costs, DEVICES[given["--device"]], Workload(**sizes))
+    assert re.search(rf"largest batch +{got.memory.largest_batch} sequences", said)
+    assert re.search(rf"read at least .* {got.decode.moved_bytes / GIB:.2f} GiB\n", said)
+    assert f"{costs.kv_bytes_per_token / KIB:g} KiB" in said
+    for change, remedy in changes(got):
+        star = "*" * (remedy.walls[0] == "capacity")
+        row = next(line for line in said.splitlines() if line.startswith(f"{change}{star} "))
+        assert re.split(r"\s{2,}", row)[2] == str(remedy.memory.largest_batch)
+
+
+def test_every_table_has_its_command() -> None:
+    assert len(COMMANDS) >= 8
 
 
 def test_every_claim_stands_there_once() -> None:

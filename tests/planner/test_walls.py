@@ -33,6 +33,14 @@ def test_fewer_kv_heads_divide_kv_bytes_exactly_and_leave_attention_as_it_was(na
         assert other.decode.floor_s < base.decode.floor_s
 
 
+def test_no_fewer_kv_heads_than_devices_are_proposed() -> None:
+    """Each device needs one of its own, so that fewer would change no byte of any device."""
+    costs = costs_of("llama2-70b", tensor_parallel=4)
+    found = by_name(plan("llama2-70b", costs, DEVICES["a100-80g"], Workload()))
+    assert [name for name in found if name.startswith(("GQA-", "MQA"))] == ["GQA-4"]
+    assert found["GQA-4"].costs.kv_bytes_per_token * 2 == costs.kv_bytes_per_token
+
+
 def test_each_remedy_moves_what_it_is_for() -> None:
     base = plan("llama2-7b", costs_of("llama2-7b"), DEVICES["a100-80g"], Workload(context=8192, batch=8))
     found = by_name(base)

@@ -64,7 +64,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`wall` is one of the page above, `figures` what it is drawn from; `advice` begins with the first thing."""
+    """`wall`: one of the page above; `figures`: what it is drawn from; `advice`: the first thing first."""
 
     wall: str
     figures: dict[str, float | None]

@@ -267,7 +267,7 @@ def test_a19_four_prompts_of_32k_cannot_have_a_token_after_6_8_s() -> None:
 def test_a20_floors_of_a_token(costs, context: int, floor: str, with_embedding: str) -> None:
     """Claimed: 28 ms at 2K, 96 ms at 32K, batch 4. Neither is below its floor, but the 32K does not fit.
 
-    The right values that were handed down, 8.85 and 40.4 ms, read the embedding's 0.26 GB too, which no step
+    Corrections in circulation, 8.85 and 40.4 ms, read the embedding's 0.26 GB too, which no step
     does: it is 0.13 ms less. Their 15.0 ms for GQA-8 is more than that off: it keeps the weights of MHA.
     The projections of 8 KV heads are smaller by 1.6 GB, which makes it 14.1 ms (14.3 with the embedding).
     """
@@ -305,7 +305,7 @@ def test_a21_a_short_prompt_saturates_compute_and_decode_needs_a_batch(device: s
     """Claimed: prefill suits large batches, and a large batch hurts decode. A prompt of a few hundred tokens
     is bound by compute alone; K/V of a batch grows, while the weights are shared.
 
-    The right value's "0.3 to 2K tokens" begins where the roofline of an H100 turns. (An A100's turns at half
+    "0.3 to 2K tokens", as a correction has it, begins where the roofline of an H100 turns. (An A100's turns at half
     of it; kernels need more than rooflines, which the planner does not see.)"""
     costs, sheet = MHA, DEVICES[device]
     assert int(plan("llama2-7b", costs, sheet, Workload(context=1, batch=1)).critical_batch) == tokens

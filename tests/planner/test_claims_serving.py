@@ -157,7 +157,7 @@ def decode_mfu(costs: ModelCosts, batch: int, *, products_only: bool = False) ->
 def test_b11_decoding_cannot_use_8_percent_alone_or_25_in_a_batch_of_32() -> None:
     """Claimed: 8-12 % of the peak for one request, 25-35 % for 32. One decodes at 0.65 % at the very most.
 
-    The right values that were handed down for 32, 5.8 % and 12.7 % (GQA-8), count the products of the weights
+    Corrections in circulation for 32, 5.8 % and 12.7 % (GQA-8), count the products of the weights
     only; attention's make it 6.3 % and 13.1 %. And their 12.7 % keeps the weights of MHA: with the smaller
     projections of GQA-8 the products alone reach 12.0 %.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer.core import RequestError, SamplingParams
 
-Prompt = str | Seq[int]
+Prompt = str | Seq[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 Sampling = SamplingParams | Mapping[str, Any] | None
 """None: the model's own. A mapping: the model's own with these fields replaced. SamplingParams: as it is."""
@@ -61,6 +61,13 @@ def one_each(params: Any, count: int, what: str) -> list[Sampling]:
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} {what}", "sampling_params")
     return list(params)
+
+
+def one_of(name: str, value: Any, other: str, same: Any) -> Any:
+    """The value of a parameter that has two names, of which one may be used."""
+    if value is not None and same is not None:
+        raise RequestError(f"{name} and {other} are the same; give one of them", other)
+    return same if value is None else value
 
 
 def options_each(options: Mapping[str, Any], count: int, what: str) -> list[dict[str, Any]]:

@@ -150,7 +150,9 @@ def test_logprobs_only_when_asked_for() -> None:
         ("\ud83d", "prompt"),
         (None, "prompt"),
         (b"bytes", "prompt"),
-        ({"prompt": "a"}, "prompt"),
+        ({"text": "a"}, "text"),
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
         ("x" * 128, "prompt"),
     ],
 )

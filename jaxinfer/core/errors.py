@@ -12,11 +12,12 @@ class ConfigError(JaxInferError, ValueError):
 
 
 class RequestError(JaxInferError, ValueError):
-    """One request cannot be served. `param` names the field at fault, as OpenAI's error object does."""
+    """One request cannot be served. `param` names the field at fault, as OpenAI's error object does, and
+    `code` the kind of fault."""
 
-    def __init__(self, message: str, param: str | None = None):
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value"):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class EngineDeadError(JaxInferError, RuntimeError):

@@ -16,6 +16,11 @@ class Logprob:
     rank: int
     text: str = ""
 
+    @property
+    def decoded_token(self) -> str:
+        """vLLM's name for `text`."""
+        return self.text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
@@ -61,6 +66,10 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
 
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
@@ -70,3 +79,13 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its continuations have ended."""
+        return all(output.finished() for output in self.outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had."""
+        return self.metrics.cached_tokens

@@ -12,6 +12,10 @@ MAX_PRIORITY, MAX_SALT, MAX_TIMEOUT_S = 1000, 256, 1e9
 """Limits of Request.priority, Request.cache_salt and Request.timeout_s."""
 
 
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code of such an error. Clients go by it, and by «maximum context length» in the message."""
+
+
 def validate(request: Request, limits: Limits, *, has_tokenizer: bool = True) -> int:
     """Check a request against what the engine holds; returns the tokens each continuation may generate.
 
@@ -54,13 +58,13 @@ def _check_prompt(ids: tuple[int, ...], limits: Limits) -> None:
     if not isinstance(ids, (tuple, list)):
         raise RequestError(f"prompt token ids must be a list of integers, got {type(ids).__name__}", "prompt")
     if not ids:
-        raise RequestError("the prompt is empty; at least one token is needed", "prompt")
+        raise RequestError("the decoder prompt cannot be empty; at least one token is needed", "prompt")
     # type() and not isinstance: True is an int, and would run as token 1.
     if any(type(i) is not int for i in ids) or min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(i for i in ids if type(i) is not int or not 0 <= i < limits.vocab_size)
         raise RequestError(
-            f"prompt token id {wrong!r} is not an integer from 0 to {limits.vocab_size - 1} "
-            f"(the vocabulary has {limits.vocab_size} tokens)",
+            f"prompt token id {wrong!r} is out of vocabulary: not an integer from 0 to "
+            f"{limits.vocab_size - 1} (there are {limits.vocab_size} tokens)",
             "prompt",
         )
 
@@ -140,15 +144,18 @@ def _check_length(num_prompt: int, sampling: SamplingParams, limits: Limits) -> 
     limit, asked = limits.max_model_len, sampling.max_tokens
     if num_prompt >= limit:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens and the limit is {limit} tokens of prompt and output "
-            f"together (max_model_len); shorten the prompt to at most {limit - 1}",
+            f"the prompt has {num_prompt} tokens, and this model's maximum context length is {limit} tokens "
+            f"of prompt and output together (max_model_len); shorten the prompt to at most {limit - 1}",
             "prompt",
+            TOO_LONG,
         )
     if asked is not None and num_prompt + asked > limit:
         raise RequestError(
-            f"{num_prompt} tokens of prompt and max_tokens {asked} make {num_prompt + asked}, and the limit "
-            f"is {limit} (max_model_len); ask for at most {limit - num_prompt}",
+            f"{num_prompt} tokens of prompt and max_tokens {asked} make {num_prompt + asked}, and this "
+            f"model's maximum context length is {limit} tokens (max_model_len); ask for at most "
+            f"{limit - num_prompt}",
             "max_tokens",
+            TOO_LONG,
         )
     pages, size = limits.usable_pages, limits.page_size
     # Token by token is how a sequence runs when pages are short: then it needs the fewest at a time.

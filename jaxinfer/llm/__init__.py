@@ -23,10 +23,8 @@ from jaxinfer.arguments import (
     Sampling,
     as_batch,
     as_conversations,
-    as_int,
-    check_text,
-    check_texts,
     one_each,
+    one_of,
     options_each,
     sampling_over,
 )
@@ -42,6 +40,7 @@ from jaxinfer.core import (
 )
 from jaxinfer.engine import Engine, validate
 from jaxinfer.engine.trace import NO_TRACE, FileTrace, Trace
+from jaxinfer.llm.prompts import Cut, Prompts
 from jaxinfer.llm.structures import StructuredTokenizer
 from jaxinfer.llm.turns import Turns
 from jaxinfer.outputs import SCORING, Continuation, Score, request_output, score_of
@@ -153,6 +152,7 @@ class LLM:
             trace=trace,
         )
         self._turns = Turns(self.engine)
+        self._prompts = Prompts(tokenizer, chat_template)
 
     def close(self) -> None:
         """Complete the file of EngineConfig.trace. What runs goes on, untraced; again, it does nothing."""
@@ -173,23 +173,32 @@ class LLM:
         sampling_params: Sampling | Seq[Sampling] = None,
         progress: bool | None = None,
         *,
-        priority: int | Seq[int] = 0,
+        use_tqdm: bool | None = None,
+        priority: int | Seq[int] | None = 0,
         cache_salt: str | Seq[str | None] | None = None,
         timeout_s: float | Seq[float | None] | None = None,
+        truncate_prompt_tokens: int | Seq[int | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or several together; results are in the order of the prompts.
 
-        A prompt is a text or a list of token ids. `sampling_params` is one for all, or one per prompt: None
-        for the model's own (`default_sampling`), a mapping for the model's own with these fields replaced, or
-        a SamplingParams, which is taken as it is.
-        `progress` None shows a bar on stderr for more than one prompt, if stderr is a terminal.
+        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`.
+        `sampling_params` is one for all, or one per prompt: None for the model's own (`default_sampling`), a
+        mapping for the model's own with these fields replaced, or a SamplingParams, which is taken as it is.
+        `progress` None shows a bar on stderr for more than one prompt, if stderr is a terminal; `use_tqdm` is
+        vLLM's name for it. `truncate_prompt_tokens`: see `prepare`.
         Raises RequestError, having started nothing, when any of the prompts cannot be served. A prompt
         that fails later ends with finish_reason "error" and disturbs no other.
         """
         batch = as_batch(prompts)
         params = one_each(sampling_params, len(batch), "prompts")
-        given = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        given = {
+            "priority": 0 if priority is None else priority,
+            "cache_salt": cache_salt,
+            "timeout_s": timeout_s,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }
         options = options_each(given, len(batch), "prompts")
+        progress = one_of("progress", progress, "use_tqdm", use_tqdm)
         requests = [self.prepare(p, s, **o) for p, s, o in zip(batch, params, options, strict=True)]
         return self._answer(requests, progress)
 
@@ -199,9 +208,11 @@ class LLM:
         sampling_params: Sampling | Seq[Sampling] = None,
         progress: bool | None = None,
         *,
-        priority: int | Seq[int] = 0,
+        use_tqdm: bool | None = None,
+        priority: int | Seq[int] | None = 0,
         cache_salt: str | Seq[str | None] | None = None,
         timeout_s: float | Seq[float | None] | None = None,
+        truncate_prompt_tokens: int | Seq[int | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role", "content"} messages.
@@ -212,8 +223,14 @@ class LLM:
         """
         batch = as_conversations(messages)
         params = one_each(sampling_params, len(batch), "conversations")
-        given = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        given = {
+            "priority": 0 if priority is None else priority,
+            "cache_salt": cache_salt,
+            "timeout_s": timeout_s,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }
         options = options_each(given, len(batch), "conversations")
+        progress = one_of("progress", progress, "use_tqdm", use_tqdm)
         requests = [
             self.prepare_chat(m, s, **o, **template_options)
             for m, s, o in zip(batch, params, options, strict=True)
@@ -253,6 +270,10 @@ class LLM:
                 raise RequestError(f"a prepared request has its {name} already", name)
         return self._turns.events([prompt])
 
+    def get_tokenizer(self) -> Any:
+        """The model's `jaxinfer.text.Tokenizer`; None for a folder without one."""
+        return self.tokenizer
+
     def stats(self) -> dict[str, Any]:
         """What the engine counts: pages, sequences, steps, times (`Engine.stats`)."""
         with self._turns.turn():
@@ -267,12 +288,10 @@ class LLM:
             if isinstance(self.engine.runner, JaxRunner):
                 self.engine.runner.measure_machine()
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, as `generate` would run it. Raises RequestError for what is no text."""
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer; give token ids instead of text", "prompt")
-        check_text(text, "prompt")
-        return list(self.tokenizer.encode(text))
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, as `generate` would run it; without `add_special_tokens`, of the text alone.
+        Raises RequestError for what is no text."""
+        return self._prompts.encode(text, add_special_tokens=add_special_tokens)
 
     # ---------------------------------------------------------------------------------- preparing
 
@@ -284,19 +303,25 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "left",
+        add_special_tokens: bool = True,
     ) -> Request:
         """Turn a prompt into a request with an id of its own; schedules nothing. Safe on any thread.
 
-        Raises RequestError for everything about it that the engine would refuse, a schema or grammar that
-        cannot be compiled included.
+        `truncate_prompt_tokens` leaves the last tokens of a longer prompt (`truncation_side` "right": the
+        first), as many as it says; -1 as many as fit. `add_special_tokens` False runs a text as it is,
+        without what the tokenizer puts around it (BOS). Raises RequestError for everything about it that the
+        engine would refuse, a schema or grammar that cannot be compiled included.
         """
         options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
-        text = prompt if isinstance(prompt, str) else None
-        return self._request(self._ids(prompt), sampling_params, text, options)
+        cut = Cut(truncate_prompt_tokens, truncation_side)
+        ids, text = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
+        return self._request(ids, sampling_params, text, options, cut)
 
     def scored_ids(self, text: Prompt, name: str) -> list[int]:
         """The token ids of a text that can be scored. Raises RequestError, with its `name`, if it cannot."""
-        ids, limit = self._ids(text), self.limits.max_model_len
+        ids, limit = self._prompts.read(text)[0], self.limits.max_model_len
         if not 2 <= len(ids) < limit:
             raise RequestError(
                 f"{name} has {len(ids)} tokens; a text is scored from 2 tokens on, up to {limit - 1} "
@@ -304,13 +329,6 @@ class LLM:
                 "prompt",
             )
         return ids
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.encode(prompt)
-        if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
-            raise RequestError(f"a prompt must be a string or a list of token ids, got {prompt!r}", "prompt")
-        return [as_int(i) for i in prompt]
 
     def prepare_chat(
         self,
@@ -323,13 +341,17 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "left",
         **template_options: Any,
     ) -> Request:
         """Turn a conversation into a request, through the model's chat template; as `prepare`.
 
         `add_generation_prompt` (by default: not `continue_final_message`) opens the assistant's answer;
-        `continue_final_message` leaves the last message open instead. Further options go to the template.
+        `continue_final_message` leaves the last message open instead. `chat_template` is a template to use
+        instead of the model's. Further options, and those in `chat_template_kwargs`, go to the template.
         """
+        cut = Cut(truncate_prompt_tokens, truncation_side)
         ids = self.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -338,7 +360,7 @@ class LLM:
             **template_options,
         )
         options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
-        return self._request(ids, sampling_params, None, options)
+        return self._request(ids, sampling_params, None, options, cut)
 
     def encode_chat(
         self,
@@ -350,34 +372,13 @@ class LLM:
         **template_options: Any,
     ) -> list[int]:
         """Token ids of a conversation, as `prepare_chat` would run it, however many they are."""
-        if self.chat_template is None or self.tokenizer is None:
-            raise RequestError(
-                "this model has no chat template; use generate with a plain prompt", "messages"
-            )
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        if add_generation_prompt and continue_final_message:
-            raise RequestError(
-                "add_generation_prompt and continue_final_message exclude each other",
-                "continue_final_message",
-            )
-        check_texts(messages, "messages")
-        check_texts(tools, "tools")
-        from jaxinfer.text import ChatTemplateError, TokenizerError
-
-        try:
-            return list(
-                self.chat_template.render(
-                    messages,
-                    self.tokenizer,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    **template_options,
-                )
-            )
-        except (ChatTemplateError, TokenizerError) as error:
-            raise RequestError(str(error), "messages") from error
+        return self._prompts.chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **template_options,
+        )
 
     def sampling(self, wanted: Sampling = None) -> SamplingParams:
         """The sampling of a request that asks for `wanted`: None, fields over the model's own, or all of it.
@@ -387,9 +388,12 @@ class LLM:
         return sampling_over(self.default_sampling, wanted)
 
     def _request(
-        self, ids: Seq[int], wanted: Sampling, prompt: str | None, options: dict[str, Any]
+        self, ids: list[int], wanted: Sampling, prompt: str | None, options: dict[str, Any], cut: Cut
     ) -> Request:
         sampling = self.sampling(wanted)
+        left = cut.cut(ids, self.limits.max_model_len - (sampling.max_tokens or 1))
+        if len(left) < len(ids):
+            ids, prompt = left, None  # what is left has a text of its own, if anybody asks
         request = Request(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=tuple(ids),

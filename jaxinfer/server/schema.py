@@ -148,7 +148,7 @@ class _Sampled(Strict):
     def renamed(self, error: RequestError) -> RequestError:
         """The error with its parameter called what it is called in the body."""
         if error.param == "prompt_logprobs" and self.prompt_logprobs is None:
-            return RequestError(str(error), "logprobs")  # with echo
+            return RequestError(str(error), "logprobs", error.code)  # with echo
         if error.param not in STRUCTURES:
             return error
         if self.response_format is None and self.structured_outputs is None:

@@ -157,7 +157,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_stopped", headers={"Retry-After": "10"})
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=error.param, code="invalid_value")
+        return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, JaxInferError):
         return ApiError(400, str(error))
     return ApiError(500, "internal error; the server's log says more", code="internal_error")

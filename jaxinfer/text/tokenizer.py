@@ -133,6 +133,20 @@ class Tokenizer:
         set_post_processor(core, source.bos_token_id if add_bos else None, eos_id if add_eos else None)
         return cls(core, bos_id=source.bos_token_id, eos_ids=source.eos_token_ids)
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """`bos_id`, as transformers calls it."""
+        return self.bos_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end that chat templates call eos_token; None without one."""
+        return self._core.token_to_id(self.eos_token) if self.eos_token else None
+
+    def get_vocab(self) -> dict[str, int]:
+        """The tokens as the vocabulary spells them, added ones included, and their ids."""
+        return self._core.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of `text`.
 

@@ -305,8 +305,8 @@ def test_a21_a_short_prompt_saturates_compute_and_decode_needs_a_batch(device: s
     """Claimed: prefill suits large batches, and a large batch hurts decode. A prompt of a few hundred tokens
     is bound by compute alone; K/V of a batch grows, while the weights are shared.
 
-    "0.3 to 2K tokens", as a correction has it, begins where the roofline of an H100 turns. (An A100's turns at half
-    of it; kernels need more than rooflines, which the planner does not see.)"""
+    "0.3 to 2K tokens", as a correction has it, begins where the roofline of an H100 turns. (An A100's turns
+    at half of it; kernels need more than rooflines, which the planner does not see.)"""
     costs, sheet = MHA, DEVICES[device]
     assert int(plan("llama2-7b", costs, sheet, Workload(context=1, batch=1)).critical_batch) == tokens
     walls = [

@@ -106,6 +106,7 @@ def create_app(
     metrics = Metrics(llm.engine, worker, served_model_name or llm.model_name)
     keyed.add_api_route("/metrics", metrics.handle, methods=["GET"])
     keyed.add_api_route("/live", live.handle, methods=["GET"])
+    keyed.add_api_route("/page/hello.json", live.hello, methods=["GET"])
     document = openapi(keyed=api_key is not None)
 
     async def describe() -> Response:

@@ -1,6 +1,6 @@
 """The live page at `/`, and `/live`: what the engine is doing, as server-sent events.
 
-    event: hello      {"model", "chat", "max_model_len"}       once, first
+    event: hello      {"model", "chat", "max_model_len"}       once, first (/page/hello.json says it, too)
     event: snapshot   {...}                                    a few times a second (snapshot.shape)
     event: pulse      {"health": {...}}                        while a step takes long
 
@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from jaxinfer.core import JaxInferError
 from jaxinfer.server.snapshot import Recorder, Seen, shape
-from jaxinfer.server.transport import EventStream, is_leaving, unless_gone
+from jaxinfer.server.transport import EventStream, is_leaving, json_response, unless_gone
 from jaxinfer.server.wire import ApiError, frame
 from jaxinfer.server.worker import EngineWorker, StoppingError
 
@@ -133,7 +133,7 @@ class LiveFeed:
                 self._newest, self._end = b"", None
                 self._pump = asyncio.create_task(self._run())
             seen = self._number if not self._newest else -1
-            yield _event("hello", self._greeting())
+            yield _event("hello", self.greeting())
             while True:
                 while self._number == seen and self._end is None:
                     await self._news.wait()
@@ -147,7 +147,11 @@ class LiveFeed:
                 self._pump.cancel()
                 self._pump = None
 
-    def _greeting(self) -> dict[str, Any]:
+    async def hello(self) -> Response:
+        """GET /page/hello.json: for a page that asks before it has heard, or where too many watch."""
+        return json_response(self.greeting())
+
+    def greeting(self) -> dict[str, Any]:
         template = self._llm.chat_template
         return {
             "model": self._model,

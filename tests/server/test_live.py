@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urljoin
 
 import anyio
 import httpx
@@ -18,7 +20,10 @@ import pytest
 import uvicorn
 from fake_runner import FakeRunner
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from scripted import eventually
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from jaxinfer.core import Limits, Request, SamplingParams, StepResult
 from jaxinfer.engine import Engine
@@ -262,6 +267,24 @@ def test_the_page_loads_from_here_alone(serve: Callable[[FastAPI], str]):
         assert part.status_code == 200, path
         assert part.headers["x-content-type-options"] == "nosniff"
     assert httpx.get(address + "/page/../live.py").status_code == 404
+
+
+def test_the_page_may_lie_behind_a_prefix():
+    """Of a proxy, or of an application that it is a part of: no path in it starts at the root."""
+    app = application()
+    with TestClient(Starlette(routes=[Mount("/some/where", app)])) as client:
+        page = client.get("/some/where/").text
+        parts = re.findall(r'(?:href|src)="([^#"]+)"', page)
+        assert len(parts) == 4
+        scripts = [client.get(urljoin("/some/where/", part)) for part in parts]
+        assert [answer.status_code for answer in scripts] == [200] * 4
+        scripts.append(client.get("/some/where/page/stream.js"))
+        asked = [p for script in scripts for p in re.findall(r'"(/?(?:v1|live|page)[/\w.]*)"', script.text)]
+        assert {*asked} == {"live", "page/hello.json", "v1/chat/completions", "v1/completions"}
+        hello = client.get("/some/where/page/hello.json").json()
+    assert hello == {"model": "fake", "chat": False, "max_model_len": 512}
+    with TestClient(application(api_key="secret")) as client:
+        assert client.get("/page/hello.json").status_code == 401
 
 
 def test_the_end_of_the_server_ends_the_stream(serve: Callable[[FastAPI], str]):

@@ -5,6 +5,7 @@ Screenshots go into the test's temporary folder ($JAXINFER_SCREENSHOTS, where se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -244,6 +245,44 @@ def test_errors_are_shown_and_the_text_is_given_back(page: Page):
 def write_into(page: Page, text: str) -> None:
     page.element("input").click()
     write(page, text, Keys.ENTER)
+
+
+def test_a_wrong_setting_is_shown_and_nothing_is_sent(page: Page):
+    asked = "return performance.getEntriesByType('resource').filter(e => e.name.includes('/v1/')).length"
+    for field, wrong, right in (("max-tokens", "0", "5"), ("temperature", "-1", "0.75")):
+        page.script("document.getElementById(arguments[0]).value = arguments[1]", field, wrong)
+        write_into(page, "Once")
+        page.wait(lambda: page.text("settings-error"))
+        assert page.focused() == field
+        assert page.element(field).get_attribute("aria-invalid") == "true"
+        assert page.text("announce") == page.text("settings-error")
+        assert page.element("input").get_attribute("value") == "Once"
+        assert page.script(asked) == 0
+        page.script("document.getElementById(arguments[0]).value = arguments[1]", field, right)
+        page.shoot(f"wrong-{field}")
+        write(page, Keys.ESCAPE)  # the settings lie over the message
+        page.element("input").clear()
+    write_into(page, "Once")
+    page.wait(lambda: page.answers() and not page.busy())
+    assert page.text("settings-error") == ""
+    assert page.answers()[0]
+
+
+def test_a_page_that_may_not_watch_can_chat(page: Page):
+    """Nobody has told it what the model is when the first message is sent."""
+    with httpx.Client(base_url=page.address) as client:
+        watchers = [client.stream("GET", "/live") for _ in range(8)]
+        with contextlib.ExitStack() as stack:
+            page.browser.get("about:blank")
+            for one in watchers:
+                stack.enter_context(one)
+            page.browser.get(page.address + "/")
+            page.wait(lambda: "watch the engine already" in page.text("connection-text"))
+            set_length(page, 5)
+            write_into(page, "Once")
+            page.wait(lambda: page.answers() and not page.busy())
+            assert page.answers()[0]
+    page.browser.get_log("browser")  # Chromium itself writes a line for the 429
 
 
 def test_the_engine_at_work(page: Page):

@@ -8,12 +8,13 @@ const announce = byId("announce"), empty = byId("empty");
 
 let turns = []; // {role, content}, what the model is told
 let running = null; // the AbortController of the answer in progress
-let server = { model: null, chat: true, max_model_len: null };
+let server = null; // {model, chat, max_model_len}, once the server has said it
 
-document.addEventListener("hello", (event) => {
-  server = event.detail;
+function meet(hello) {
+  server = hello;
   byId("chat-title").textContent = server.chat ? "Chat" : "Continue a text";
-});
+}
+document.addEventListener("hello", (event) => meet(event.detail));
 
 function addMessage(role, title) {
   empty.hidden = true;
@@ -26,8 +27,8 @@ function addMessage(role, title) {
     article.append(element);
     return element;
   };
-  part("h3", "who", title);
-  const message = { article, text: part("div", "text"), note: role === "user" ? null : part("p", "note"), part };
+  const who = part("h3", "who", title);
+  const message = { article, who, text: part("div", "text"), note: role === "user" ? null : part("p", "note"), part };
   log.append(article);
   return message;
 }
@@ -39,9 +40,24 @@ function following(change) {
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
+const fields = [byId("temperature"), byId("max-tokens")];
+
 function setting(id) {
   const field = byId(id);
-  return field.value === "" || !field.checkValidity() ? undefined : Number(field.value);
+  return field.value === "" ? undefined : Number(field.value);
+}
+
+// Whether the settings can be sent; a wrong one is shown with what is wrong.
+function settingsHold() {
+  const wrong = fields.find((field) => !field.checkValidity());
+  const what = wrong && `${wrong.labels[0].textContent}: ${wrong.validationMessage}`;
+  for (const field of fields) field.setAttribute("aria-invalid", field === wrong);
+  byId("settings-error").textContent = what ?? "";
+  if (wrong === undefined) return true;
+  announce.textContent = what;
+  byId("settings").open = true;
+  wrong.focus();
+  return false;
 }
 
 function call() {
@@ -51,19 +67,21 @@ function call() {
     temperature: setting("temperature"),
     max_tokens: setting("max-tokens"),
   };
-  if (server.model !== null) common.model = server.model;
+  common.model = server.model;
   if (server.chat) {
     const system = byId("system").value;
     const head = system === "" ? [] : [{ role: "system", content: system }];
-    return ["/v1/chat/completions", { ...common, messages: [...head, ...turns] }];
+    return ["v1/chat/completions", { ...common, messages: [...head, ...turns] }];
   }
   // The whole conversation as one text: what was written begins a line, what was answered goes on from it.
   const prompt = turns.map((t, i) => (t.role === "user" && i > 0 ? "\n" : "") + t.content).join("");
-  const most = Math.max(1, Math.min(256, Math.floor((server.max_model_len ?? 512) / 4)));
-  return ["/v1/completions", { ...common, prompt, max_tokens: common.max_tokens ?? most }];
+  const most = Math.max(1, Math.min(256, Math.floor(server.max_model_len / 4)));
+  return ["v1/completions", { ...common, prompt, max_tokens: common.max_tokens ?? most }];
 }
 
 async function answer(message, signal) {
+  if (server === null) meet(await (await request("page/hello.json", { signal })).json());
+  message.who.textContent = server.chat ? "Model" : "Continued";
   const [path, body] = call();
   const began = performance.now();
   let content = "", first = null, usage = null, reason = null;
@@ -107,12 +125,12 @@ async function answer(message, signal) {
 
 async function submit() {
   const text = input.value;
-  if (running !== null || text.trim() === "") return;
+  if (running !== null || text.trim() === "" || !settingsHold()) return;
   const mine = (running = new AbortController());
   input.value = "";
   turns.push({ role: "user", content: text });
   addMessage("user", "You").text.textContent = text;
-  const message = addMessage("assistant busy", server.chat ? "Model" : "Continued");
+  const message = addMessage("assistant busy", "Model");
   log.scrollTop = log.scrollHeight;
   send.disabled = true;
   stop.disabled = false;

@@ -234,7 +234,7 @@ async function watch() {
   const mine = (watching = new AbortController());
   let wait = 2;
   try {
-    const response = await request("/live", { signal: mine.signal });
+    const response = await request("live", { signal: mine.signal });
     for await (const { event, data } of events(response)) {
       if (event === "hello") {
         put("model", data.model);

@@ -13,6 +13,7 @@ export class ApiError extends Error {
   }
 }
 
+// `path` is relative to the page, which may lie behind a prefix of a proxy's.
 export async function request(path, options = {}) {
   const headers = { ...options.headers };
   const key = sessionStorage.getItem(STORED);

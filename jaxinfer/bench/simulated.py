@@ -19,7 +19,7 @@ def report(
     model: str, predictor: Predictor, load: Load, outcome: Outcome, objective: Objective, wall_s: float
 ) -> dict[str, Any]:
     """One run as JSON. `wall_s`: seconds that the simulation took; `speed_up` is what was simulated over
-    that. Shares of the machine (`mbu`, `mfu`, `padding_waste`, `walls`, `parts`) are of the time in which the
+    that. Shares (`mbu`, `mfu`, `padding_waste`, `walls`, `parts`, `held_by`) are of the time in which the
     device was busy, which is `busy_share` of all."""
     limits, totals, sheet = predictor.limits, outcome.totals, predictor.sheet
     records = records_of(load, outcome)
@@ -54,6 +54,7 @@ def report(
         "pages_peak": outcome.peaks.pages,
         "pages_peak_share": outcome.peaks.pages / limits.usable_pages,
         "preemptions": outcome.preemptions,
+        "held_by": {name: seconds / busy for name, seconds in _falling(outcome.held_s)},
         "simulated_s": outcome.ended_s,
         "wall_s": wall_s,
         "speed_up": outcome.ended_s / wall_s if wall_s > 0 else 0.0,
@@ -90,6 +91,9 @@ def page(value: Mapping[str, Any]) -> str:
         f"waiting, {value['pages_peak']} of {engine['num_pages'] - 1} pages "
         f"({percent(value['pages_peak_share'])}) held; {value['preemptions']} preemptions",
     ]
+    if value["held_by"]:
+        limits = ", ".join(f"{name} {percent(part)}" for name, part in value["held_by"].items())
+        lines.append(f"somebody had to wait, of the time: for {limits}")
     if "slo" in value:
         lines.append(verdict(value["slo"]))
     if "against" in value:

@@ -71,13 +71,16 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A simulated run. `served` is in the order of the load. `ended_s`: when the last step had run."""
+    """A simulated run. `served` is in the order of the load. `ended_s`: when the last step had run. `held_s`:
+    seconds of steps that left somebody waiting, by the limit that was reached ("max_num_seqs", then
+    "max_num_batched_tokens"); else it was "num_pages"."""
 
     served: tuple[Served, ...]
     totals: Totals
     peaks: Peaks
     preemptions: int
     ended_s: float
+    held_s: dict[str, float]
 
 
 class Simulation:
@@ -103,6 +106,7 @@ class Simulation:
             windows=timer.windows, cruise=cruise,
         )  # fmt: skip
         self.peaks = Peaks()
+        self.held_s: dict[str, float] = {}
         self._timeline = Timeline()
         self._flight: tuple[Step, float] | None = None  # a step on the device, and when it has run
 
@@ -129,7 +133,8 @@ class Simulation:
             self._run(door)
         served = tuple(s for s in door.served if s is not None)
         assert len(served) == len(asks), f"{self.scheduler} forgot {len(asks) - len(served)} requests"
-        return Outcome(served, self.timer.totals, self.peaks, self.scheduler.preemptions, self.clock())
+        preemptions = self.scheduler.preemptions
+        return Outcome(served, self.timer.totals, self.peaks, preemptions, self.clock(), self.held_s)
 
     def _run(self, door: _Door) -> None:
         while True:
@@ -150,13 +155,24 @@ class Simulation:
         step = scheduler.plan_step()
         if step is not None:
             self.peaks.see(len(scheduler.running), len(scheduler.waiting), scheduler.pool.num_live)
-            self._flight = step, self._timeline.run(self.clock(), self.timer.seconds(step))
+            seconds = self.timer.seconds(step)
+            if scheduler.waiting:
+                limit = self._limit_of(step)
+                self.held_s[limit] = self.held_s.get(limit, 0.0) + seconds
+            self._flight = step, self._timeline.run(self.clock(), seconds)
         if before is not None:
             ended += self._record(*before)
         if self._flight is not None and not self.timer.asynchronous:
             started, self._flight = self._flight, None
             ended += self._record(*started)
         return ended
+
+    def _limit_of(self, step: Step) -> str:
+        """What keeps those who wait from running beside a step."""
+        if len(self.scheduler.running) >= self.limits.max_num_seqs:
+            return "max_num_seqs"
+        full = step.rows + step.plan.num_tokens >= self.limits.max_num_batched_tokens
+        return "max_num_batched_tokens" if full else "num_pages"
 
     def _record(self, step: Step, done_at: float) -> list[Sequence]:
         self.clock.wait_until(done_at)

@@ -24,6 +24,7 @@ def assert_same(a: Outcome, b: Outcome) -> None:
     for one, other in zip(a.served, b.served, strict=True):
         assert one == other
     assert (a.peaks, a.preemptions, a.ended_s) == (b.peaks, b.preemptions, b.ended_s)
+    assert a.held_s == pytest.approx(b.held_s)
     ours, theirs = dataclasses.asdict(a.totals), dataclasses.asdict(b.totals)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():

@@ -110,6 +110,21 @@ def test_twice_the_load_waits_longer() -> None:
     assert first == sorted(first)
 
 
+@pytest.mark.parametrize(
+    ("limits", "held"),
+    [
+        ({"max_num_seqs": 2}, "max_num_seqs"),
+        ({"num_pages": 20}, "num_pages"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
+    ],
+)
+def test_what_holds_requests_back_is_said(limits: dict, held: str) -> None:
+    world = World(dataclasses.replace(LIMITS, **limits), poisson(300.0, 60, 60, 10), prefix_caching=False)
+    shares = world.simulate().held_s
+    assert max(shares, key=lambda name: shares[name]) == held
+    assert not World(LIMITS, poisson(1.0, 10, 10, 2)).simulate().held_s
+
+
 # --------------------------------------------------------------------------------------------- door
 
 

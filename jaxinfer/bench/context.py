@@ -61,7 +61,7 @@ def page(value: dict[str, Any]) -> str:
     rows: list[report.Row] = [("context", "K/V MB", "peak MB")]
     for run in value["runs"]:
         sizes = [run["kv_bytes"], run["peak_bytes"]]
-        rows.append((str(run["context"]), *("-" if size is None else f"{size / 1e6:.1f}" for size in sizes)))
+        rows.append((str(run["context"]), *("-" if size is None else f"{size / 1e6:.2f}" for size in sizes)))
     return "\n\n".join([latency_table("context", value["runs"], "context"), report.table(rows)])
 
 

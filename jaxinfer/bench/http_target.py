@@ -70,13 +70,14 @@ class HttpTarget:
     async def _meet(self, model: str | None) -> None:
         """Find the model's name, and out what the server understands."""
         try:
-            listed = await ask(self.url, "GET", "/v1/models", key=self.key)
-            if listed.status != 200:
-                raise ConfigError(f"{self.url.text}/v1/models answers {_said(listed)}")
+            listed = await self._ask("GET", "/v1/models")
+        except OSError as error:
+            raise ConfigError(f"no server answers at {self.url.text}: {_named(error)}") from None
+        if listed.status != 200:
+            raise ConfigError(f"{self.url.text}/v1/models answers {_said(listed)}")
+        try:
             cards = json.loads(listed.body)["data"]
             self.card: dict[str, Any] = next((c for c in cards if model in (None, c["id"])), {})
-        except OSError as error:
-            raise ConfigError(f"no server answers at {self.url.text}: {error}") from None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{self.url.text}/v1/models is no list of models") from None
         if not self.card:
@@ -85,9 +86,9 @@ class HttpTarget:
         while True:
             body = {**self.body, **self.extras, "prompt": [1, 2, 3], "max_tokens": 2}
             try:
-                answer = await ask(self.url, "POST", "/v1/completions", body, self.key)
+                answer = await self._ask("POST", "/v1/completions", body)
             except OSError as error:
-                raise ConfigError(f"{self.url.text}/v1/completions: {error}") from None
+                raise ConfigError(f"{self.url.text}/v1/completions: {_named(error)}") from None
             if answer.status == 200:
                 break
             named = next((name for name in self.extras if name.encode() in answer.body), None)
@@ -95,6 +96,11 @@ class HttpTarget:
                 raise ConfigError(f"{self.url.text}/v1/completions answers {_said(answer)}")
             self.left_out.append(named or next(iter(self.extras)))
             del self.extras[self.left_out[-1]]
+
+    async def _ask(self, method: str, path: str, body: object = None) -> Answer:
+        """Raises OSError, TimeoutError among them."""
+        async with asyncio.timeout(self.timeout_s):
+            return await ask(self.url, method, path, body, self.key)
 
     @property
     def most_tokens(self) -> int | None:
@@ -130,7 +136,7 @@ class HttpTarget:
 
     async def _metrics(self) -> Mapping[str, Any] | None:
         with contextlib.suppress(OSError):
-            answer = await ask(self.url, "GET", "/metrics", key=self.key)
+            answer = await self._ask("GET", "/metrics")
             if answer.status == 200:
                 return scrape.stats(answer.body.decode("utf-8", "replace"))
         return None
@@ -191,7 +197,7 @@ class HttpTarget:
         except TimeoutError:
             heard.fail("failed", f"no end within {self.timeout_s:g} s")
         except OSError as error:
-            heard.fail("failed", f"{type(error).__name__}: {error}")
+            heard.fail("failed", _named(error))
         ended = heard.ended or loop.time()
         arrival = load.arrivals[index]
         return RequestRecord(
@@ -266,6 +272,11 @@ def _said(answer: Answer) -> str:
     except (ValueError, KeyError, TypeError):
         message = answer.body.decode("utf-8", "replace")
     return f"{answer.status} {' '.join(str(message).split())[:200]}".strip()
+
+
+def _named(error: OSError) -> str:
+    """What went wrong with a connection; some of these errors have no text of their own."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _allow_many_sockets() -> None:

@@ -98,11 +98,17 @@ class Knee:
             return (
                 f"the SLO holds at the highest load tried, {self.below:.3g} requests/s: the knee lies above"
             )
-        if self.below is None or self.above is None:
-            return "no knee was found with the runs allowed"
+        if self.kind == "unsettled" or self.below is None or self.above is None:
+            held = max((v.rate for v in self.verdicts if v.holds), default=None)
+            broke = min((v.rate for v in self.verdicts if not v.holds), default=None)
+            shown = [f"{name} {rate:.3g}" for name, rate in (("held at", held), ("broke at", broke)) if rate]
+            return (
+                f"unsettled after {len(self.verdicts)} runs: the SLO {' and '.join(shown)} requests/s; "
+                "longer runs, or a quieter machine, would tell"
+            )
         text = f"the SLO holds up to {self.below:.3g} requests/s and breaks at {self.above:.3g}"
         if self.confirming is None:
-            return f"{text}; not confirmed: the runs allowed were used up"
+            return f"{text}; NOT confirmed: the runs allowed were used up"
         low, high = self.confirming
         seen = (
             f"a run at {low.rate:.3g} {'held' if low.holds else 'BROKE'}, "

@@ -23,7 +23,7 @@ import numpy as np
 from jaxinfer.bench.lengths import MOST_TOKENS, Lengths
 from jaxinfer.core import ConfigError
 
-_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _IDS, _SHARED_IDS = range(5)
+_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _IDS, _SHARED_IDS, _FIRST_IDS = range(6)
 """Streams of a seed: what is drawn of one does not move when more is drawn of another."""
 
 
@@ -71,11 +71,15 @@ class Load:
         ids: list[int] = []
         if shared:
             ids += _generator(self.seed, _SHARED_IDS, arrival.group).integers(0, vocab_size, shared).tolist()
-            ids[0] = (arrival.group + self.seed) % vocab_size
+            ids[0] = (arrival.group + self._first_id(_SHARED_IDS, vocab_size)) % vocab_size
         if count > shared:
             ids += _generator(self.seed, _IDS, index).integers(0, vocab_size, count - shared).tolist()
-            ids[shared] = (index + self.seed) % vocab_size
+            ids[shared] = (index + self._first_id(_IDS, vocab_size)) % vocab_size
         return tuple(ids)
+
+    def _first_id(self, stream: int, vocab_size: int) -> int:
+        """Where the first ids of prompts count from: far from where those of another seed do, mostly."""
+        return int(_generator(self.seed, _FIRST_IDS, stream).integers(vocab_size))
 
     @property
     def offered_rate(self) -> float | None:

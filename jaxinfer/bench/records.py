@@ -128,6 +128,9 @@ def read_log(path: str | Path) -> list[list[RequestRecord]]:
 
 def joined(runs: Iterable[Sequence[RequestRecord]]) -> list[RequestRecord]:
     """Several runs as one, each beginning when the one before had ended."""
+    runs = list(runs)
+    if len(runs) == 1:
+        return list(runs[0])
     whole: list[RequestRecord] = []
     start = 0.0
     for records in runs:

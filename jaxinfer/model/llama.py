@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,39 +17,35 @@ from flax import nnx
 
 import pallas_kernels
 from jaxinfer.config import LayerConfig, ModelConfig
-from jaxinfer.model import kv as kv_state
 from jaxinfer.model import rope
 from jaxinfer.model.kv import KVState, WriteSlots
-from jaxinfer.model.linear import Layout, layout_for
+from jaxinfer.model.linear import Layout, RowMajor, layout_for
 from jaxinfer.model.quantized import Quantization, QuantizedLinear
-from pallas_kernels import Pages
+from jaxinfer.model.step import DenseStep, PagedStep, Step, Tap
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
     """How the module is built: what its parameters are, where attention runs, and to what the weights of its
-    layers are rounded (None: `dtype`)."""
+    layers are rounded (None: `dtype`). `row_major` keeps weights as checkpoints have them on every platform:
+    blocks make the products of a forward pass fast, and those of a backward pass slow."""
 
     dtype: jnp.dtype
     platform: str
     attention_backend: pallas_kernels.Backend
     quantization: Quantization | None = None
+    row_major: bool = False
 
-
-class StepContext(NamedTuple):
-    """What every layer of one step reads besides its input. cos, sin float32 [T, 1, H / 2]."""
-
-    batch: pallas_kernels.RaggedBatch
-    slots: WriteSlots
-    cos: jax.Array
-    sin: jax.Array
+    def layout(self, outputs: int) -> Layout:
+        """How a weight with this many outputs lies in memory."""
+        return RowMajor() if self.row_major else layout_for(self.platform, outputs)
 
 
 class Linear(nnx.Module):
     """y = x W^T (+ b). `weight` lies as `layout` says."""
 
     def __init__(self, inputs: int, outputs: int, build: Build, *, bias: bool = False):
-        self.layout: Layout = layout_for(build.platform, outputs)
+        self.layout: Layout = build.layout(outputs)
         self.weight = nnx.Param(jnp.zeros(self.layout.shape(outputs, inputs), build.dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), build.dtype)) if bias else None
 
@@ -82,7 +78,7 @@ class Embedding(nnx.Module):
     """Token vectors, and the same table as output head when tied."""
 
     def __init__(self, vocab_size: int, width: int, build: Build):
-        self.layout: Layout = layout_for(build.platform, vocab_size)
+        self.layout: Layout = build.layout(vocab_size)
         self.weight = nnx.Param(jnp.zeros(self.layout.shape(vocab_size, width), build.dtype))
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
@@ -110,10 +106,8 @@ class Attention(nnx.Module):
             self.heads * self.head_dim, config.hidden_size, build, bias=config.output_bias
         )
 
-    def __call__(
-        self, x: jax.Array, k_pages: Pages, v_pages: Pages, step: StepContext, decode_rows: int
-    ) -> tuple[jax.Array, Pages, Pages]:
-        """x [T, D] -> (y [T, D], k_pages, v_pages) with this step's K/V written first, then attended to."""
+    def __call__(self, x: jax.Array, kept: Any, step: Step) -> tuple[jax.Array, Any]:
+        """x [T, D] -> (y [T, D], what the step keeps of this layer: its pages, when it serves)."""
         tokens = x.shape[0]
         heads = self.qkv(x).reshape(tokens, -1, self.head_dim)  # [T, N + 2 K, H]
         q, k, v = jnp.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
@@ -122,13 +116,8 @@ class Attention(nnx.Module):
         if self.rotary:
             q = rope.rotate(q, step.cos, step.sin)
             k = rope.rotate(k, step.cos, step.sin)
-        k_pages = kv_state.write_layer(k_pages, k, step.slots)
-        v_pages = kv_state.write_layer(v_pages, v, step.slots)
-        attended = pallas_kernels.paged_attention(
-            q, k_pages, v_pages, step.batch,
-            decode_rows=decode_rows, rule=self.rule, backend=self.backend,
-        )  # fmt: skip
-        return self.output(attended.reshape(tokens, -1)), k_pages, v_pages
+        attended, kept = step.attend(q, k, v, kept, self.rule, self.backend)
+        return self.output(attended.reshape(tokens, -1)), kept
 
 
 class MLP(nnx.Module):
@@ -151,18 +140,20 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.mlp = MLP(config, build)
 
-    def __call__(
-        self, x: jax.Array, k_pages: Pages, v_pages: Pages, step: StepContext, decode_rows: int
-    ) -> tuple[jax.Array, Pages, Pages]:
-        y, k_pages, v_pages = self.attention(self.attention_norm(x), k_pages, v_pages, step, decode_rows)
+    def __call__(self, x: jax.Array, kept: Any, step: Step) -> tuple[jax.Array, Any]:
+        y, kept = self.attention(self.attention_norm(x), kept, step)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages
+        return x + self.mlp(self.mlp_norm(x)), kept
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "decode_rows"))
-def _run_layer(graph, state, x, k_pages, v_pages, step, *, decode_rows):
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _run_layer(graph, state, x, kept, step):
     """One layer as a function of arrays: equal layers are traced and lowered once, and XLA inlines them."""
-    return nnx.merge(graph, state)(x, k_pages, v_pages, step, decode_rows)
+    return nnx.merge(graph, state)(x, kept, step)
+
+
+_run_layer_again = jax.checkpoint(_run_layer, static_argnums=(0,))
+"""The same, computed again in the backward pass: what it made is not held (1604.06174)."""
 
 
 class Output(nnx.Module):
@@ -206,16 +197,33 @@ class Llama(nnx.Module):
         """
         lengths = jnp.maximum(batch.positions + 1, num_prompt[batch.token_row])
         cos, sin = rope.rotation(self.config.rope, self.config.head_dim, batch.positions, lengths)
-        step = StepContext(batch, slots, cos, sin)
-        x = self.embedding(token_ids)
-        k_pages, v_pages = list(kv.k), list(kv.v)
+        step = PagedStep(batch, slots, cos, sin, decode_rows)
+        x, kept = self._run(token_ids, step, list(zip(kv.k, kv.v, strict=True)))
+        return x, KVState(tuple(k for k, _ in kept), tuple(v for _, v in kept))
+
+    def dense(
+        self, token_ids: jax.Array, *, remat: bool = False, tapped: bool = False
+    ) -> tuple[jax.Array, tuple[Tap, ...]]:
+        """Whole texts int32 [texts, S] from position 0 -> (hidden [texts, S, D] before the last norm, and a
+        Tap of each layer if `tapped`). Differentiable; `remat` holds no more than the layers' inputs."""
+        texts, length = token_ids.shape
+        positions = jnp.tile(jnp.arange(length), texts)
+        lengths = jnp.full_like(positions, length)
+        cos, sin = rope.rotation(self.config.rope, self.config.head_dim, positions, lengths)
+        step = DenseStep(cos, sin, texts, tapped)
+        x, kept = self._run(token_ids.reshape(-1), step, [None] * len(self.layers), remat=remat)
+        return x.reshape(texts, length, -1), tuple(kept) if tapped else ()
+
+    def _run(
+        self, token_ids: jax.Array, step: Step, kept: list[Any], *, remat: bool = False
+    ) -> tuple[jax.Array, list[Any]]:
+        """token_ids int32 [T] -> (hidden [T, D], what the step keeps, by layer)."""
+        x, run = self.embedding(token_ids), _run_layer_again if remat else _run_layer
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer{index}"):
                 graph, state = nnx.split(layer)
-                x, k_pages[index], v_pages[index] = _run_layer(
-                    graph, state, x, k_pages[index], v_pages[index], step, decode_rows=decode_rows
-                )
-        return x, KVState(tuple(k_pages), tuple(v_pages))
+                x, kept[index] = run(graph, state, x, kept[index], step)
+        return x, kept
 
     def output(self) -> Output:
         return Output(self.norm, self.embedding if self.head is None else self.head)

@@ -23,7 +23,7 @@ from flax import nnx
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.core import ConfigError
-from jaxinfer.model.linear import Layout, RowMajor, layout_for
+from jaxinfer.model.linear import Layout, RowMajor
 from jaxinfer.model.llama import Build, abstract_model
 from jaxinfer.model.quantized import QuantizedLayout
 from pallas_kernels import QuantizedWeight
@@ -176,7 +176,7 @@ def load_params(
             value = _read_quantized(parameter, quantized, source)
             on_tensor(1)
             return value
-        layout = layout_for(build.platform, outputs) if len(shape) == 2 else RowMajor()
+        layout = build.layout(outputs) if len(shape) == 2 else RowMajor()
         if sharding is None:
             value = jax.device_put(_read(parameter, layout, build.dtype, source))
         else:
@@ -319,7 +319,7 @@ def random_params(
             layout = build.quantization.layout(build.platform, outputs)
             packed = _empty(layout, outputs, inputs)
         else:
-            layout = layout_for(build.platform, outputs)
+            layout = build.layout(outputs)
             packed = _aligned(layout.shape(outputs, inputs), build.dtype)
         step = _most_rows(inputs)
         for start in range(0, outputs, step):

@@ -34,6 +34,7 @@ def main() -> None:
     from tiny import random_tensors, tiny_build, tiny_params
 
     from jaxinfer.model import weights
+    from jaxinfer.model.linear import layout_for
 
     assert jax.device_count() == DEVICES
     mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("rows", "columns"))
@@ -41,7 +42,7 @@ def main() -> None:
     def sharding(parameter: weights.Parameter) -> NamedSharding:
         if len(parameter.shapes[0]) == 1:
             return NamedSharding(mesh, P())
-        layout = weights.layout_for("cpu", parameter.outputs)
+        layout = layout_for("cpu", parameter.outputs)
         rows = layout.shape(parameter.outputs, parameter.shapes[0][1])[0]
         return NamedSharding(mesh, P("rows" if rows % 2 == 0 else None, "columns"))
 

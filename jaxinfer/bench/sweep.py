@@ -36,7 +36,8 @@ class Plan:
     arrive.
 
     `low`, `start`, `high`: in requests/s; None: from the capacity. `concurrency`: places of the closed loop
-    that measures it; None: as many as the target runs together.
+    that measures it; None: as many as the target runs together. Raises
+    ConfigError.
     """
 
     prompts: Prompts
@@ -50,6 +51,18 @@ class Plan:
     high: float | None = None
     concurrency: int | None = None
     patience: Patience = dataclasses.field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        if not (0 < self.duration_s < math.inf and self.least_requests >= 1):
+            raise ConfigError(
+                f"a run lasts above 0 seconds and has a request at least, got {self.duration_s:g} and "
+                f"{self.least_requests}"
+            )
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}")
+        stated = [rate for rate in (self.low, self.start, self.high) if rate is not None]
+        if stated:  # before a model is loaded: what is stated must be in order
+            Range(self.low or stated[0], self.start or stated[0], self.high or stated[-1])
 
     def load(self, rate: float, number: int, confirms: bool) -> Load:
         """The load of one run; `number` gives it a seed."""

@@ -31,6 +31,8 @@ from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+CLIENT_SHARE = "0.94"
+"""Of a GPU's memory: CUDA's own context and its libraries need some hundred MB beside."""
 CPU_POOL_BYTES = 1 << 30
 """Most that a pool of unstated size takes on CPU, where the memory belongs to everything else too."""
 
@@ -57,6 +59,7 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     `progress` False keeps the bars (load, compile) off stderr.
     """
     use_compile_cache(config.compile_cache_dir)
+    claim_memory()
     platform = jax.default_backend()
     config = config.on(platform)
     assert config.max_num_seqs is not None
@@ -263,6 +266,18 @@ def free_bytes(platform: str) -> int:
     if "bytes_limit" not in stats:
         raise ConfigError(f"{platform} does not tell its free memory: state num_pages")
     return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def claim_memory() -> None:
+    """Let JAX take CLIENT_SHARE of a GPU's memory in place of its 75 %, unless the user has said otherwise.
+
+    The pool's `memory_utilization` is a share of what JAX may take, less the weights: a quarter of the device
+    would never be used. Without effect once JAX has opened the device.
+    """
+    if not any(
+        os.environ.get(name) for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    ):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = CLIENT_SHARE
 
 
 def use_compile_cache(folder: str | None) -> None:

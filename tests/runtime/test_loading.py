@@ -20,7 +20,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.core import ConfigError, SamplingParams
 from jaxinfer.llm import LLM
 from jaxinfer.runtime import load
-from jaxinfer.runtime.loading import use_compile_cache
+from jaxinfer.runtime.loading import claim_memory, use_compile_cache
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,3 +146,17 @@ def test_a_pool_is_what_the_attention_backend_can_index(
         return
     assert load(str(GOLDEN / "stories260k"), config).limits.num_pages == 8
     assert "the pool is held at 8 pages, the most that xla can index; 17 would be of use" in caplog.text
+
+
+@pytest.mark.parametrize("said", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_gpu_is_asked_for_nearly_all_of_its_memory_unless_the_user_says_otherwise(
+    said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX's own default is 75 %, and a pool of 90 % of that."""
+    from jaxlib import xla_client
+
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "0.5" if name == said else "")
+    claim_memory()
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    assert options["memory_fraction"] == (0.5 if said else 0.94)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxinfer.core import ConfigError
 from jaxinfer.planner.costs import ModelCosts
+from jaxinfer.planner.memory import plan_memory
 from jaxinfer.planner.plan import Plan, plan
 from jaxinfer.planner.step_time import StepTime
 
@@ -51,7 +52,7 @@ def _roofline(axes, base: Plan) -> None:
 
 
 def _curves(first, token, base: Plan, time_of: Callable[[ModelCosts], StepTime] | None) -> None:
-    longest = max(base.workload.context, base.costs.config.max_position)
+    longest = max(4 * base.workload.context, base.costs.config.max_position)
     contexts = [c for c in (1 << p for p in range(7, 24)) if c <= longest] or [longest]
     plans = []
     for context in contexts:
@@ -72,3 +73,18 @@ def _curves(first, token, base: Plan, time_of: Callable[[ModelCosts], StepTime] 
         axes.set(xlabel="context, tokens", ylabel="seconds", title=name)
         axes.grid(visible=True, which="both", lw=0.3)
         axes.legend()
+
+
+def longest_that_fits(base: Plan) -> int:
+    """Prompt tokens up to which the batch's K/V fit beside the weights; 0: none does."""
+    low, high = 0, 1 << 24
+    while low < high:
+        middle = (low + high + 1) // 2
+        workload = dataclasses.replace(base.workload, context=middle)
+        memory = plan_memory(
+            base.costs, base.sheet.memory_bytes, max_model_len=workload.length,
+            max_num_seqs=max(workload.batch, 256), max_num_batched_tokens=workload.max_num_batched_tokens,
+            page_size=workload.page_size, memory_utilization=workload.memory_utilization,
+        )  # fmt: skip
+        low, high = (middle, high) if memory.largest_batch >= workload.batch else (low, middle - 1)
+    return low

@@ -135,11 +135,13 @@ class Cruise:
         return wanting
 
     def recorded(self) -> tuple[list[Member], list[Member]]:
-        """Who fills a page with the step about to be recorded, and who ends with it. Told once."""
-        full = self._full.pop(self.committed, [])
-        for member in full:
-            self._when(self._full, member, self.committed + self.page_size)
-        return full, self._ends.pop(self.committed, [])
+        """Who fills a page with the step about to be recorded, and who ends with it. Told once; of the next
+        page that one of them fills is told on `tell_of_next`."""
+        return self._full.pop(self.committed, []), self._ends.pop(self.committed, [])
+
+    def tell_of_next(self, member: Member) -> None:
+        """It has filled a page with the step recorded last, and the next one is of interest, too."""
+        self._when(self._full, member, self.committed - 1 + self.page_size)
 
     def _when(self, calendar: defaultdict[int, list[Member]], member: Member, step: int) -> None:
         if step < member.stop:

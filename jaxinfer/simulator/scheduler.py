@@ -12,7 +12,8 @@ rests on this:
   page matters to nobody; only whether there are enough.
 * While nobody comes, goes or computes a prompt, what the first waiting sequence needs does not become less,
   and what is there for it not more: it is enough to refuse it a few times (`QUIET`).
-* A sampled token is found in no prompt that waits, so a page that fills by decoding is shared with nobody.
+* A sampled token is found in no prompt that waits, so a page that fills by decoding is shared with nobody,
+  and is registered in the prefix cache when that comes to matter: when its sequence ends or is preempted.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class CruisingScheduler(Scheduler):
         for sequence in ranked:
             if sequence.uid in self.active and sequence.pending > 1:
                 self._plan(draft, sequence)
-        if self.waiting and self._quiet < QUIET:
+        if self.waiting and self._quiet < QUIET and len(self.running) < self.limits.max_num_seqs:
             self._admit(draft)
         assert not draft.preempted, f"{self} preempted in a step that was thought smooth"
         if not (draft.counts or group.rows):
@@ -187,8 +188,10 @@ class CruisingScheduler(Scheduler):
             self._add_slices(step, ((m.sequence, m.offset + step.index) for m in flown))
             step.index = None
         for member in group.members.values():
+            sequence = member.sequence
             self._settle(member, group)
-            self.active[member.sequence.uid] = member.sequence
+            self.tables.advance(sequence)
+            self.active[sequence.uid] = sequence
         self._quiet = 0
 
     def _fits(self, sequence: Sequence, found: Found) -> bool:
@@ -217,37 +220,43 @@ class CruisingScheduler(Scheduler):
         whoever is no member."""
         first = self._flying.pop(0)
         assert first is step, f"{step} is recorded before {first}"
+        if step.index is None:
+            return self._commit_slices(step.plan)
         group = self.group
-        full: list[Member] = []
-        if step.index is not None:
-            assert step.index == group.committed, f"{step} is recorded at {group.committed}"
-            full, ended = group.recorded()
-            if not (full or ended):
-                group.committed += 1
-                group.times.append(self.clock())
-                return self._commit_slices(step.plan)
-            # Whose place in the prefix cache was evicted begins at its first page: that is for all to see.
-            lost = [member for member in full if not _is_known(member)]
-            singly = {m.sequence.uid: m for m in (*ended, *lost)}
-            for member in singly.values():
-                self._settle(member, group)
-            places = [(m.sequence, m.offset + step.index) for m in singly.values()]
-            self._add_slices(step, places)
-            for member in ended:
-                del group.members[member.sequence.uid]
-                self.active[member.sequence.uid] = member.sequence
-            for member in lost:
-                member.committed += 1  # its sequence will have it by `commit`
-            group.committed += 1
-            group.times.append(self.clock())
-            full = [member for member in full if member.sequence.uid not in singly]
-            if singly:
-                self._quiet = 0
+        assert step.index == group.committed, f"{step} is recorded at {group.committed}"
+        full, ended = group.recorded()
+        # Who ends does so by `commit`, in its place among the others; and so does begin again at its first
+        # page whose place in the prefix cache was evicted: it may meet another there.
+        over = {member.sequence.uid for member in ended}
+        full = [member for member in full if member.sequence.uid not in over]
+        lost = [member for member in full if not _is_known(member.sequence)]
+        if ended or lost:
+            self._quiet = 0
+            self._commit_singly(step, ended, lost)
+        group.committed += 1
+        group.times.append(self.clock())
         outcomes = self._commit_slices(step.plan)
         for member in full:
-            self._settle(member, group)
-            self.tables.advance(member.sequence)
+            if member not in lost:
+                self._settle(member, group)
+                self.tables.advance(member.sequence)
+            if not _holds_all(member.sequence):
+                group.tell_of_next(member)
         return outcomes
+
+    def _commit_singly(self, step: Step, ended: list[Member], lost: list[Member]) -> None:
+        """Leave a step that is about to be recorded to `commit`, for these of the group."""
+        group = self.group
+        singly = [*ended, *lost]
+        for member in singly:
+            self._settle(member, group)
+        assert step.index is not None
+        self._add_slices(step, [(m.sequence, m.offset + step.index) for m in singly])
+        for member in ended:
+            del group.members[member.sequence.uid]
+            self.active[member.sequence.uid] = member.sequence
+        for member in lost:
+            member.committed += 1  # its sequence will have it by `commit`
 
     def _commit_slices(self, plan: StepPlan) -> list[Outcome]:
         if not plan.slices:
@@ -334,7 +343,23 @@ _NO_RANK = (float("-inf"), -1)
 """Of a slice whose sequence runs no more: its place does not matter."""
 
 
-def _is_known(member: Member) -> bool:
+def _is_known(sequence: Sequence) -> bool:
     """Whether the prefix cache can go on from the pages that it knew of last."""
-    cursor = member.sequence.cursor
+    cursor = sequence.cursor
     return isinstance(cursor, Node) and cursor.parent is not None
+
+
+def _holds_all(sequence: Sequence) -> bool:
+    """Whether the prefix cache knows all full pages of a sequence, and all by the pages that it holds.
+
+    Then none of them leaves the tree while it runs. And once a page that begins with sampled tokens is the
+    next, nobody else can find what it fills: that may as well be registered when it ends.
+    """
+    node, size = sequence.cursor, len(sequence.pages)
+    if not isinstance(node, Node) or node.parent is None:
+        return False
+    while node.parent is not None:
+        if node.depth > size or sequence.pages[node.depth - 1] != node.page:
+            return False
+        node = node.parent
+    return True

@@ -129,6 +129,8 @@ class Prompts:
                 "add_generation_prompt and continue_final_message exclude each other",
                 "continue_final_message",
             )
+        for name in _OWN & (chat_template_kwargs or {}).keys():
+            raise RequestError(f"chat_template_kwargs: {name} is set by a parameter of its own", name)
         check_texts(messages, "messages")
         check_texts(tools, "tools")
         try:
@@ -146,5 +148,6 @@ class Prompts:
             raise RequestError(str(error), "messages") from error
 
 
+_OWN = {"messages", "tokenizer", "add_generation_prompt", "continue_final_message", "tools"}
 _MEDIA = {"chat_template_content_format", "lora_request", "mm_processor_kwargs", "tokenization_kwargs"}
 """Keywords of vLLM's `chat` that are no variables of a template, and are not served."""

@@ -331,13 +331,14 @@ class ChatAnswer(Answer):
             opens = False
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        said = self._echo() + "".join(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         reason = choice.finish_reason
         if self.wanted.tools is not None:
             parser = CallParser(self.wanted.tools)
             said = [*parser.push("".join(choice.text)), *parser.finish()]
             calls = [item.as_openai() for item in said if isinstance(item, Call)]
-            message["content"] = "".join(item for item in said if isinstance(item, str))
+            message["content"] = self._echo() + "".join(item for item in said if isinstance(item, str))
             if calls:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = calls
@@ -355,7 +356,8 @@ class ChatAnswer(Answer):
     def _pieces(self, choice: Choice, event: TokenEvent) -> Iterator[dict[str, Any]]:
         if not choice.announced:
             choice.announced = True
-            yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            delta = {"role": "assistant", "content": self._echo()}
+            yield {"delta": delta, "logprobs": None, "finish_reason": None}
         text, calls = self._split(choice, event)
         logprobs = self._logprobs(event.token_ids, event.logprobs or ())
         told = event.token_ids and (logprobs or self.wanted.token_ids)
@@ -376,6 +378,9 @@ class ChatAnswer(Answer):
 
     def _opens(self, piece: dict[str, Any]) -> bool:
         return "role" in piece["delta"]
+
+    def _echo(self) -> str:
+        return self.prompt_texts[0] if self.wanted.echo else ""
 
     def _split(self, choice: Choice, event: TokenEvent) -> tuple[str, list[Call]]:
         """What an event adds to the content, and the calls that it completes."""

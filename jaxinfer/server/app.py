@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -35,7 +36,14 @@ from jaxinfer.server.guards import HostCheck, key_check, origin_check
 from jaxinfer.server.live import LiveFeed, page_routes
 from jaxinfer.server.metrics import Metrics, RequestCounts
 from jaxinfer.server.openapi import openapi
-from jaxinfer.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from jaxinfer.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    has_messages,
+    parse_body,
+)
 from jaxinfer.server.transport import (
     AccessLog,
     Crowd,
@@ -102,6 +110,8 @@ def create_app(
     keyed.add_api_route("/v1/models", handlers.models, methods=["GET"])
     keyed.add_api_route("/v1/models/{name:path}", handlers.model, methods=["GET"])
     keyed.add_api_route("/tokenize", handlers.tokenize, methods=["POST"])
+    keyed.add_api_route("/version", handlers.version, methods=["GET"])
+    keyed.add_api_route("/invocations", handlers.invocations, methods=["POST"])
     keyed.add_api_route("/detokenize", handlers.detokenize, methods=["POST"])
     metrics = Metrics(llm.engine, worker, served_model_name or llm.model_name)
     keyed.add_api_route("/metrics", metrics.handle, methods=["GET"])
@@ -115,7 +125,8 @@ def create_app(
     keyed.add_api_route("/openapi.json", describe, methods=["GET"])
     app.include_router(keyed)
     app.include_router(page_routes())
-    app.add_api_route("/health", handlers.health, methods=["GET"])
+    for path in ("/health", "/ping"):
+        app.add_api_route(path, handlers.health, methods=["GET"])
     for kind in (ApiError, JaxInferError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(Errors)  # the first is the innermost
@@ -148,7 +159,19 @@ class _Handlers:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="jaxinfer-writer")  # see `_written`
 
     async def completions(self, http: HttpRequest) -> Response:
-        body = await self._read(http, CompletionBody)
+        return await self._complete(http, await self._read(http, CompletionBody))
+
+    async def chat_completions(self, http: HttpRequest) -> Response:
+        return await self._chat(http, await self._read(http, ChatBody))
+
+    async def invocations(self, http: HttpRequest) -> Response:
+        """What SageMaker calls, as vLLM serves it: a chat where there are messages, and else a completion."""
+        raw = await read_body(http, self.max_body_bytes, self.receive_seconds)
+        if has_messages(raw):
+            return await self._chat(http, self._parsed(raw, ChatBody))
+        return await self._complete(http, self._parsed(raw, CompletionBody))
+
+    async def _complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         sampling = body.sampling()
         prompts = body.prompts()
         self.worker.check_room(len(prompts) * sampling.get("n", 1))  # before any time goes into tokenising
@@ -160,8 +183,7 @@ class _Handlers:
 
         return await self._answer(http, body, prepare, CompletionAnswer, body.wanted())
 
-    async def chat_completions(self, http: HttpRequest) -> Response:
-        body = await self._read(http, ChatBody)
+    async def _chat(self, http: HttpRequest, body: ChatBody) -> Response:
         takes_tools = self.llm.chat_template is not None and self.llm.chat_template.takes_tools
         tools = body.tool_use(takes_tools=takes_tools)
         sampling = body.sampling(tools)
@@ -183,6 +205,9 @@ class _Handlers:
         self._check_model(name)
         return json_response(self._card())
 
+    async def version(self) -> Response:
+        return json_response({"version": metadata.version("jaxinfer")})
+
     async def health(self) -> Response:
         health = self.worker.health()
         return json_response(health, 200 if health["status"] == "ok" else 503)
@@ -191,9 +216,9 @@ class _Handlers:
         body = await self._read(http, TokenizeBody)
         check_texts([body.prompt], self.llm.limits, "prompt")
         ids = await run_in_threadpool(self._token_ids, body)
-        return json_response(
-            {"count": len(ids), "max_model_len": self.llm.limits.max_model_len, "tokens": ids}
-        )
+        spelled = self._tokenizer().convert_ids_to_tokens(ids) if body.return_token_strs else None
+        most = self.llm.limits.max_model_len
+        return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": spelled})
 
     async def detokenize(self, http: HttpRequest) -> Response:
         body = await self._read(http, DetokenizeBody)
@@ -208,7 +233,10 @@ class _Handlers:
     # ----------------------------------------------------------------------------------------- parts
 
     async def _read[Body: BaseModel](self, http: HttpRequest, model: type[Body]) -> Body:
-        body = parse_body(await read_body(http, self.max_body_bytes, self.receive_seconds), model)
+        return self._parsed(await read_body(http, self.max_body_bytes, self.receive_seconds), model)
+
+    def _parsed[Body: BaseModel](self, raw: bytes, model: type[Body]) -> Body:
+        body = parse_body(raw, model)
         self._check_model(getattr(body, "model", None))
         return body
 
@@ -227,6 +255,8 @@ class _Handlers:
             "object": "model",
             "created": self.started_at,
             "owned_by": "jaxinfer",
+            "root": self.llm.model_name,
+            "parent": None,
             "max_model_len": self.llm.limits.max_model_len,
         }
 
@@ -260,14 +290,15 @@ class _Handlers:
             for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
                 if getattr(body, name) is not None:
                     raise RequestError(f"{name} belongs to messages; leave it out beside prompt", name)
-            return self._tokenizer().encode(body.prompt)
+            self._tokenizer()
+            return self.llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         template = self.llm.chat_template
         if body.tools and not (template is not None and template.takes_tools):
             raise RequestError("this model's chat template has no place for tools", "tools")
         messages, options = body.template_input(body.messages)
         check_texts(texts_of(messages), self.llm.limits, "messages")
         check_texts([json.dumps(options.get("tools"))], self.llm.limits, "tools")
-        return self.llm.encode_chat(messages, **options)
+        return self.llm.encode_chat(messages, add_special_tokens=bool(body.add_special_tokens), **options)
 
     async def _answer(
         self,
@@ -284,7 +315,11 @@ class _Handlers:
             entries = logprob_entries(requests, self.llm.limits, stream=bool(body.stream))
         except RequestError as error:
             raise body.renamed(error) from None
-        texts = await run_in_threadpool(self._prompt_texts, requests) if wanted.echo else ()
+        texts: Sequence[str] = ()
+        if wanted.echo and isinstance(body, ChatBody):
+            texts = [body.echoed()]
+        elif wanted.echo:
+            texts = await run_in_threadpool(self._prompt_texts, requests)
         answer = kind(
             requests, self.model_name, token_bytes=self._token_bytes, wanted=wanted, prompt_texts=texts
         )

@@ -43,9 +43,10 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
+    """One turn of a conversation. `developer` is OpenAI's newer word for `system`; roles that OpenAI does not
+    have (Llama's `ipython`) are for the model's template to write, or to refuse."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of OpenAI's answers: empty
@@ -133,11 +134,12 @@ class Conversation(Strict):
                     f"chat_template_kwargs.{name}",
                 )
         generation_prompt = not go_on if self.add_generation_prompt is None else self.add_generation_prompt
-        options = {
-            **(self.chat_template_kwargs or {}),
+        options: dict[str, Any] = {
             "add_generation_prompt": generation_prompt,
             "continue_final_message": go_on,
         }
+        if self.chat_template_kwargs:
+            options["chat_template_kwargs"] = self.chat_template_kwargs
         if self.tools and with_tools:
             options["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return [message.for_template() for message in messages], options

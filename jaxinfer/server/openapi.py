@@ -32,6 +32,7 @@ def openapi(*, keyed: bool) -> dict[str, Any]:
         "/detokenize": {"post": _posting("detokenize", DetokenizeBody, "Text", schemas)},
         "/v1/models": {"get": _getting("models", "Models")},
         "/v1/models/{name}": {"get": {**_getting("model", "Model"), "parameters": [_NAME]}},
+        "/version": {"get": _getting("version", "Version")},
         "/health": {"get": _getting("health", "Health")},
     }
     for path, operations in paths.items():
@@ -199,13 +200,21 @@ _ANSWERS: dict[str, Any] = {
     "Chat": _answer(
         "chat.completion", {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)}, _EXTRAS
     ),
-    "Tokens": _object({"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS}),
+    "Tokens": _object({
+        "count": _COUNT,
+        "max_model_len": _COUNT,
+        "tokens": _IDS,
+        "token_strs": _or_null(_list(_STRING)),
+    }),
+    "Version": _object({"version": _STRING}),
     "Text": _object({"prompt": _STRING}),
     "Model": _object({
         "id": _STRING,
         "object": {"const": "model"},
         "created": _COUNT,
         "owned_by": _STRING,
+        "root": _STRING,
+        "parent": {"type": "null"},
         "max_model_len": _COUNT,
     }),
     "Models": _object({"object": {"const": "list"}, "data": _list({"$ref": _REF + "Model"})}),

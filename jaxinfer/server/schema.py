@@ -22,12 +22,10 @@ from jaxinfer.server.tools import ToolChoice, ToolUse, tool_use
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     # parameter -> the values, besides null, that ask for nothing
-    "add_special_tokens": (),
     "audio": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),  # of a completion; a chat has them
     "documents": ([],),
-    "echo": (False,),  # of a chat; a completion has it
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -46,7 +44,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),  # of a completion
     "tools": ([],),  # of a completion
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -128,6 +125,9 @@ class _Sampled(Strict):
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
 
     def _wanted(self, **others: Any) -> Wanted:
         stream = self.stream_options or StreamOptions()
@@ -142,7 +142,8 @@ class _Sampled(Strict):
 
     def options(self) -> dict[str, Any]:
         """What the body gives besides sampling, as keywords of `LLM.prepare`."""
-        options = {"priority": self.priority, "cache_salt": self.cache_salt}
+        names = ("priority", "cache_salt", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+        options = {name: getattr(self, name) for name in names}
         return {name: value for name, value in options.items() if value is not None}
 
     def renamed(self, error: RequestError) -> RequestError:
@@ -231,6 +232,7 @@ class ChatBody(_Sampled, Conversation):
 
     messages: list[Message]
     max_completion_tokens: int | None = None
+    echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: ToolChoice | None = None
@@ -242,7 +244,14 @@ class ChatBody(_Sampled, Conversation):
 
     def wanted(self, tools: ToolUse | None) -> Wanted:
         """What the answer's shape depends on."""
-        return self._wanted(logprobs=self._num_logprobs, tools=tools)
+        return self._wanted(echo=bool(self.echo), logprobs=self._num_logprobs, tools=tools)
+
+    def echoed(self) -> str:
+        """What `echo` puts before an answer (vLLM's rule): the last message, if it is the assistant's."""
+        last = self.messages[-1]
+        if last.role != "assistant" or last.content is None:
+            return ""
+        return last.content if isinstance(last.content, str) else "".join(part.text for part in last.content)
 
     @property
     def _num_logprobs(self) -> int | None:
@@ -283,6 +292,8 @@ class TokenizeBody(Conversation):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Strict):
@@ -293,6 +304,15 @@ class DetokenizeBody(Strict):
 
 
 # ------------------------------------------------------------------------------------------- reading
+
+
+def has_messages(raw: bytes) -> bool:
+    """Whether a body is a chat's; what is no JSON object is none."""
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and "messages" in value
 
 
 def parse_body[Body: BaseModel](raw: bytes, model: type[Body]) -> Body:

@@ -147,6 +147,10 @@ class Tokenizer:
         """The tokens as the vocabulary spells them, added ones included, and their ids."""
         return self._core.get_vocab(with_added_tokens=True)
 
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them; "" for an id past it."""
+        return [self._token(token_id) or "" for token_id in ids]
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of `text`.
 

@@ -123,6 +123,9 @@ class ScriptedTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return [f"<{token_id:02X}>" for token_id in token_ids]
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
 
@@ -175,6 +178,9 @@ class ScriptedLLM:
         if sampling.json_schema is not None and "bad" in sampling.json_schema:
             raise RequestError("json_schema cannot be compiled", "json_schema")
         return request
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return ([0] if add_special_tokens and "BOS" in text else []) + self.tokenizer.encode(text)
 
     def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)

@@ -129,7 +129,7 @@ def test_completion_bodies_are_refused_with_the_parameter_named(client: TestClie
         ({"messages": [3]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        ({"messages": [USER, {"role": "wizard", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [USER, {"role": "a wizard", "content": "hi"}]}, "messages[1].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
         (
@@ -296,6 +296,28 @@ def test_tokens_there_and_back(client: TestClient):
             assert refused(client.post("/tokenize", json={"prompt": "a", name: value}))["param"] == name
         assert client.post("/tokenize", json={"prompt": "a", name: None}).status_code == 200
     refused(client.post("/detokenize", json={"tokens": [256]}))
+
+
+def test_tokens_with_their_spellings_and_without_special_ones(client: TestClient):
+    body = {"prompt": "BOS"}
+    assert client.post("/tokenize", json=body).json()["tokens"] == [0, 66, 79, 83]
+    plain = client.post("/tokenize", json={**body, "add_special_tokens": False}).json()
+    assert (plain["tokens"], plain["token_strs"]) == ([66, 79, 83], None)
+    spelled = client.post("/tokenize", json={"prompt": "hi", "return_token_strs": True}).json()
+    assert spelled["token_strs"] == ["<68>", "<69>"]
+
+
+def test_routes_that_clients_of_vllm_know(client: TestClient):
+    assert client.get("/version").json()["version"]
+    assert client.get("/ping").json() == client.get("/health").json()
+    card = client.get("/v1/models").json()["data"][0]
+    assert (card["root"], card["parent"]) == ("scripted", None)
+    chat = client.post("/invocations", json={"messages": [USER], "max_tokens": 2}).json()
+    assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", "U:")
+    completion = client.post("/invocations", json={"prompt": "ab", "max_tokens": 2}).json()
+    assert (completion["object"], completion["choices"][0]["text"]) == ("text_completion", "AB")
+    assert refused(client.post("/invocations", json={"input": "a"}))["param"]
+    refused(client.post("/invocations", content=b"{"))
 
 
 def test_a_history_that_openai_has_answered_is_taken(client: TestClient) -> None:

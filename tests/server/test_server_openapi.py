@@ -72,7 +72,7 @@ def test_every_route_of_programs_is_described():
     assert served == document
     assert set(document["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
-        "/detokenize", "/health",
+        "/detokenize", "/version", "/health",
     }  # fmt: skip
     for path, operations in document["paths"].items():
         for operation in operations.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -99,3 +100,49 @@ def test_logprobs_of_the_prompt_come_with_every_choice_of_it():
     }
     assert "101" in second[1]
     assert plain["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_how_a_prompt_is_made_reaches_the_front_door(path: str):
+    llm, seen = ScriptedLLM(), []
+    prepare = llm.prepare
+    llm.prepare = lambda prompt, sampling=None, **options: seen.append(options) or prepare("a", sampling)
+    llm.prepare_chat = llm.prepare  # pyright: ignore[reportAttributeAccessIssue]
+    start = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    asked_for = {"truncate_prompt_tokens": 7, "truncation_side": "right", "add_special_tokens": False}
+    with TestClient(create_app(llm)) as client:  # pyright: ignore[reportArgumentType]
+        assert client.post(path, json={**start, **asked_for}).status_code == 200
+        assert client.post(path, json={**start, **dict.fromkeys(asked_for)}).status_code == 200
+        wrong = client.post(path, json={**start, "truncation_side": "middle"})
+    assert {name: seen[0][name] for name in asked_for} == asked_for
+    assert not set(asked_for) & set(seen[1])
+    assert wrong.json()["error"]["param"] == "truncation_side"
+
+
+def test_a_chat_echoes_the_answer_that_it_goes_on_with():
+    open_answer = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Well, "}]
+    go_on = {"add_generation_prompt": False, "continue_final_message": True, "max_tokens": 2}
+    with TestClient(create_app(ScriptedLLM())) as client:  # pyright: ignore[reportArgumentType]
+
+        def said(messages: list[dict[str, Any]], **body: Any) -> str:
+            answer = client.post(CHAT, json={"messages": messages, **body})
+            assert answer.status_code == 200, answer.text
+            lines = client.post(CHAT, json={"messages": messages, "stream": True, **body}).text.split("\n\n")
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            streamed = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+            whole = answer.json()["choices"][0]["message"]["content"]
+            assert streamed == whole
+            return whole
+
+        assert said(open_answer, echo=True, **go_on) == "Well, U:"
+        assert said(open_answer, echo=False, **go_on) == "U:"
+        parts = [{"type": "text", "text": "Well"}, {"type": "text", "text": "!"}]
+        assert (
+            said([*open_answer[:1], {"role": "assistant", "content": parts}], echo=True, **go_on) == "Well!U:"
+        )
+        assert said(open_answer[:1], echo=True, max_tokens=2) == "U:"
+
+
+def test_roles_that_openai_does_not_have_are_the_templates_to_write():
+    request = asked(CHAT, messages=[{"role": "ipython", "content": "a"}])
+    assert bytes(request.prompt_token_ids).startswith(b"i:a")

@@ -66,7 +66,7 @@ def convert(
     if not str(destination):
         raise ConfigError("the destination must be a folder's name, got ''")
     path, destination = checkpoints.resolve(source), Path(destination).expanduser()
-    _check_places(path, destination)
+    check_places(path, destination)
     writing.check_free(destination)
 
     checkpoint = checkpoints.open_checkpoint(path)
@@ -74,18 +74,43 @@ def convert(
     weights.check_names(config, checkpoint)
     weights.warn_of_another_head(config, checkpoint)
     tensors = _tensors(config, checkpoint, dtype)
+    write_model(
+        destination, checkpoint, tensors, to=to, max_shard_bytes=max_shard_bytes,
+        title=f"converting {path.name}", progress=progress,
+    )  # fmt: skip
+    return destination
+
+
+def write_model(
+    destination: Path,
+    checkpoint: checkpoints.Checkpoint,
+    tensors: list[PendingTensor],
+    *,
+    to: Format = "orbax",
+    config: dict[str, Any] | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    title: str = "writing",
+    progress: bool | None = None,
+) -> None:
+    """Write `tensors` with everything else that `checkpoint` has: generation_config.json, tokenizer, chat
+    template, and config.json, which is `config` where the tensors are not those of its own.
+
+    Raises CheckpointError when the destination is no free place or cannot be written, ConfigError when the
+    tokenizer is damaged.
+    """
     total = sum(tensor.nbytes for tensor in tensors)
     texts, copies = _tokenizer_files(checkpoint)
     writing.check_room(destination, total + _SPARE_BYTES)
     with (
-        phase(f"converting {path.name}", total=total, unit="B", wanted=progress is not False) as advance,
+        phase(title, total=total, unit="B", wanted=progress is not False) as advance,
         writing.new_folder(destination) as folder,
     ):
         if to == "orbax":
             writing.write_orbax(folder, tensors, advance)
         else:
             writing.write_safetensors(folder, tensors, max_shard_bytes, advance)
-        writing.write_json(folder / "config.json", _config(checkpoint.config, tensors))
+        keys = checkpoint.config if config is None else config
+        writing.write_json(folder / "config.json", _config(keys, tensors))
         generation = {key: value for key, value in checkpoint.generation_config.items() if value is not None}
         if generation:
             writing.write_json(folder / "generation_config.json", generation)
@@ -93,7 +118,6 @@ def convert(
             writing.write_text(folder / name, text)
         for file in copies:
             writing.copy_file(file, folder / file.name)
-    return destination
 
 
 def _check_choice(name: str, got: Any, allowed: tuple[str, ...]) -> None:
@@ -101,8 +125,8 @@ def _check_choice(name: str, got: Any, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
 
 
-def _check_places(source: Path, destination: Path) -> None:
-    """A destination within the source would change what is being read; around it, replace it."""
+def check_places(source: Path, destination: Path) -> None:
+    """A destination within the source would change what is being read; around it, replace it: ConfigError."""
     old, new = source.resolve(), destination.resolve()
     if old == new:
         raise ConfigError(f"{destination}: destination and source are the same; name a new folder")

@@ -47,6 +47,11 @@ ALLOWED = {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.text", "jaxinfer.progress",
         "checkpoints",
     },
+    "jaxinfer.lab": {
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.planner", "jaxinfer.runtime",
+        "jaxinfer.llm", "jaxinfer.outputs", "jaxinfer.text", "jaxinfer.convert", "jaxinfer.shapes",
+        "jaxinfer.progress", "checkpoints",
+    },
     "jaxinfer.server": {"jaxinfer.core", "jaxinfer.llm", "jaxinfer.text", "jaxinfer.engine"},
     "jaxinfer.simulator": {"jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.planner"},
     "jaxinfer.bench": {

@@ -49,7 +49,7 @@ class FakeRunner:
     fail_tokens, nan_tokens: a step raises, or a row yields NaN, when a sequence holds one of these tokens.
     fail_in: "dispatch", "sample" or "fetch" raises, and the content of every page is lost; or "host" does,
     before anything was written (`kv_lost` False).
-    window: how many tokens the model sees, where that is not what the limits let the engine know.
+    window, sinks: how many tokens the model sees, where that is not what the limits let the engine know.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class FakeRunner:
         nan_tokens: Collection[int] = (),
         fail_in: str = "fetch",
         window: int | None = None,
+        sinks: int = 0,
     ):
         self.limits = limits
-        self.window = window or limits.window
+        self.window, self.sinks = window or limits.window, sinks or limits.sinks
         assert not (scripts and self.window), "a script goes by the prompt, and a window forgets it"
         self.scripts = dict(scripts or {})
         self.fail_steps, self.fail_tokens, self.nan_tokens = fail_steps, fail_tokens, nan_tokens
@@ -167,8 +168,11 @@ class FakeRunner:
             path = hash((path, token))
             self.cells[page][position % size] = (position, token, path)
         first = first_seen(piece.start, self.window)
+        sinks = range(min(self.sinks, first))
         seen, path = [], None
-        for position in range(first, end):
+        for position in (*sinks, *range(first, end)):
+            if position == first and sinks.stop != first:
+                path = None
             at, token, here = self._cell(piece, position)
             if at != position or (path is not None and here != hash((path, token))):
                 self.garbage_reads += not self._broken
@@ -176,10 +180,10 @@ class FakeRunner:
             seen.append(token)
             path = here
         scores = tuple(
-            score_of(seen[: piece.start + i + 1 - first], target, piece.scored or 0)
+            score_of(seen[: piece.start + i + 1 - first + len(sinks)], target, piece.scored or 0)
             for i, target in enumerate(piece.targets)
         )
-        return seen[-(self.window or end) :], scores
+        return visible(seen, self.window, self.sinks), scores
 
     def _cell(self, piece: Slice, position: int) -> tuple[int, int, int]:
         size = self.limits.page_size
@@ -227,6 +231,13 @@ def first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
+def visible(history: list[int], window: int | None, sinks: int) -> list[int]:
+    """What the query at the last token of a history sees: the last `window` tokens, and the first `sinks`."""
+    if window is None or len(history) <= window + sinks:
+        return history
+    return history[:sinks] + history[-window:]
+
+
 def next_token(
     history: list[int], sampling: SamplingParams, seed: int, held_back: Collection[int], vocab_size: int
 ) -> int:
@@ -250,7 +261,8 @@ def expected(request: Request, limits: Limits, index: int = 0) -> tuple[tuple[in
     output: list[int] = []
     while True:
         hold = ending if len(output) < sampling.min_tokens else ()
-        token = next_token(history[-window:], sampling, seed, hold, limits.vocab_size)
+        seen = visible(history, window, limits.sinks)
+        token = next_token(seen, sampling, seed, hold, limits.vocab_size)
         history.append(token)
         output.append(token)
         if token in ending:
@@ -284,7 +296,7 @@ def _check_slice(piece: Slice, limits: Limits) -> None:
     assert len(piece.pages) == -(-end // limits.page_size), piece
     for index, page in enumerate(piece.pages):
         # What no query of the slice sees may have been given back, and nothing else.
-        seen = (index + 1) * limits.page_size > first
+        seen = (index + 1) * limits.page_size > first or index < limits.sink_pages
         assert (0 if seen is False else 1) <= page < limits.num_pages, f"entry {index} of {piece}"
     assert piece.num_prompt >= 1, piece
     assert end >= piece.num_prompt or not piece.emit, piece

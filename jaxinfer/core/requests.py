@@ -32,7 +32,8 @@ class Limits:
 
     Page 0 belongs to nobody (padding writes go there), so `num_pages - 1` pages can be taken. A step runs
     at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences. With a `window` W the query
-    at position p sees the keys p - W + 1 .. p and no layer sees more; None: some layer sees everything.
+    at position p sees the keys p - W + 1 .. p and the first `sinks`, and no layer sees more; None: some layer
+    sees everything.
     `sampled_vocab` counts the ids, from 0 on, that the sampler can choose; None: all `vocab_size`.
     """
 
@@ -45,6 +46,7 @@ class Limits:
     eos_token_ids: frozenset[int] = frozenset()
     window: int | None = None
     sampled_vocab: int | None = None
+    sinks: int = 0
 
     @property
     def usable_pages(self) -> int:
@@ -59,17 +61,27 @@ class Limits:
         """Most pages that the K/V of `num_tokens` >= 1 positions take at a time, in slices of `chunk` >= 1.
 
         Without a window all are kept. With one, a slice touches W - 1 keys before it and its own: n
-        positions in a row, which lie in 1 + ceil((n - 1) / Z) pages at most.
+        positions in a row, which lie in 1 + ceil((n - 1) / Z) pages at most, besides the sinks' own.
         """
         whole = -(-num_tokens // self.page_size)
         if self.window is None:
             return whole
         keys = self.window - 1 + chunk
-        return min(whole, 1 + -(-(keys - 1) // self.page_size))
+        return min(whole, self.sink_pages + 1 + -(-(keys - 1) // self.page_size))
 
     def first_page(self, position: int) -> int:
-        """Index of the first page that the query at `position` sees; those before it can go."""
+        """Index of the first page that the window of the query at `position` touches; those between the
+        sinks' own and it can go."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.page_size
+
+    @property
+    def sink_pages(self) -> int:
+        """Pages at the front that every later query sees: they stay."""
+        return -(-self.sinks // self.page_size)
+
+    def unseen_pages(self, position: int) -> int:
+        """How many pages behind the sinks' own no query from `position` on sees."""
+        return max(0, self.first_page(position) - self.sink_pages)
 
 
 class Status(enum.Enum):
@@ -85,8 +97,9 @@ class Sequence:
     Only `Scheduler` changes it: `schedule` takes and frees pages and counts what is in flight, `commit`
     appends tokens and moves `computed`. `ahead` tokens beyond `computed` are planned in a step whose result
     is not read yet; `drawing` counts the tokens that such steps sample, which no one knows yet. `pages[i]`
-    holds the K/V of positions `i * Z .. (i + 1) * Z - 1`; the first `released` entries are 0, given back
-    because every later query's window is past them (`Limits.window`). `rank` orders sequences, the most
+    holds the K/V of positions `i * Z .. (i + 1) * Z - 1`; `released` entries, the first ones behind those of
+    the sinks, are 0: given back because every later query's window is past them (`Limits.window`). `rank`
+    orders sequences, the most
     urgent first. `cached_tokens` of the prompt were found in pages and not computed.
     """
 

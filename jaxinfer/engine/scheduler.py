@@ -86,6 +86,10 @@ class Scheduler:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "window"):
             if (value := getattr(limits, name)) is not None and value < 1:
                 raise ConfigError(f"limits: {name} must be at least 1, got {value}")
+        if limits.sinks < 0 or (limits.sinks and limits.window is None):
+            raise ConfigError(
+                f"limits: sinks {limits.sinks} beside window {limits.window}; sinks need a window"
+            )
         self.limits = limits
         self.clock = clock
         self.policy = policy

@@ -39,11 +39,11 @@ class PageTables:
             match = self.cache.match(sequence.tokens, sequence.request.cache_salt, len(sequence.tokens) - 1)
             best = Found(match.pages, match.num_tokens, match.partial, match)
         last, size = sequence.num_prompt - 1, self.limits.page_size
-        seen, whole = self.limits.first_page(last), last // size
+        unseen, whole = self._unseen(last), last // size
         for sibling in siblings:
-            if sibling.computed >= last > best.total and sibling.released <= seen:
+            if sibling.computed >= last > best.total and sibling.released <= len(unseen):
                 partial = (sibling.pages[whole], last % size) if last % size else None
-                pages = (*(0,) * seen, *sibling.pages[seen:whole])
+                pages = tuple(0 if i in unseen else page for i, page in enumerate(sibling.pages[:whole]))
                 best = Found(pages, whole * size, partial, None)
         return best
 
@@ -65,8 +65,9 @@ class PageTables:
                 copy = (source, own[0])
                 sequence.pages += own
                 sequence.computed += count
-        sequence.released = self.limits.first_page(sequence.computed)
-        for index in range(sequence.released):
+        unseen = self._unseen(sequence.computed)
+        sequence.released = len(unseen)
+        for index in unseen:
             if sequence.pages[index]:
                 self.pool.free([sequence.pages[index]])
                 sequence.pages[index] = 0
@@ -94,15 +95,16 @@ class PageTables:
             if full > (sequence.cursor.depth if isinstance(sequence.cursor, Node) else 0):
                 salt, pages = sequence.request.cache_salt, sequence.pages[:full]
                 sequence.cursor = self.cache.register(sequence.cursor, sequence.tokens, pages, salt)
-        first, seen = sequence.released, self.limits.first_page(sequence.computed)
-        if first != seen:
-            self.pool.free(sequence.pages[first:seen])
-            sequence.pages[first:seen] = [0] * (seen - first)
-            sequence.released = seen
+        unseen = self.limits.unseen_pages(sequence.computed)
+        if unseen != sequence.released:
+            first, end = (self.limits.sink_pages + count for count in (sequence.released, unseen))
+            self.pool.free(sequence.pages[first:end])
+            sequence.pages[first:end] = [0] * (end - first)
+            sequence.released = unseen
 
     def release(self, sequence: Sequence) -> None:
         """Give all pages back, the last first: the prefix cache evicts those that were let go first."""
-        pages = sequence.pages[sequence.released :]
+        pages = self._held(sequence)
         sequence.pages, sequence.released, sequence.cursor = [], 0, None
         self.pool.free(reversed(pages))
 
@@ -116,6 +118,16 @@ class PageTables:
         if self.cache is not None:
             self.cache.clear()
 
+    def _unseen(self, position: int) -> range:
+        """Indexes of the pages that no query from `position` on sees."""
+        first = self.limits.sink_pages
+        return range(first, first + self.limits.unseen_pages(position))
+
+    def _held(self, sequence: Sequence) -> list[int]:
+        """Its pages without the places of those given back."""
+        first = self.limits.sink_pages
+        return sequence.pages[:first] + sequence.pages[first + sequence.released :]
+
     # ------------------------------------------------------------------------------------- checks
 
     def check(self, running: Iterable[Sequence]) -> list[str]:
@@ -124,7 +136,7 @@ class PageTables:
         problems = self.pool.check()
         if self.cache is not None:
             problems += self.cache.check()
-        holders = Counter(page for s in running for page in s.pages[s.released :])
+        holders = Counter(page for s in running for page in self._held(s))
         if holders.pop(0, 0):
             problems.append("page 0 is in a table where a page should be")
         wrong = {p: n for p, n in holders.items() if self.pool.count(p) != n}
@@ -133,7 +145,8 @@ class PageTables:
                 f"{self.pool} but tables hold {len(holders)}; counts differ at {sorted(wrong)[:8]}"
             )
         for s in running:
-            if s.released != self.limits.first_page(s.computed) or any(s.pages[: s.released]):
+            unseen = self._unseen(s.computed)
+            if s.released != len(unseen) or any(s.pages[index] for index in unseen):
                 problems.append(f"{s} keeps pages behind its window, or gave back what it sees")
             if s.live_pages > self.limits.pages_per_sequence:
                 problems.append(f"{s} holds more than {self.limits.pages_per_sequence} pages")

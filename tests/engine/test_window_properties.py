@@ -38,8 +38,10 @@ class WindowWorld(World):
     def assert_as_without_window(self, *, but: set[str] = frozenset()) -> None:
         """Every token equals that of an engine that knows no window, in a pool that never lacks a page."""
         per_sequence = -(-self.limits.max_model_len // self.limits.page_size)
-        limits = dataclasses.replace(self.limits, window=None, num_pages=per_sequence * 4 + 1, max_num_seqs=4)
-        runner = FakeRunner(limits, window=self.limits.window)
+        limits = dataclasses.replace(
+            self.limits, window=None, sinks=0, num_pages=per_sequence * 4 + 1, max_num_seqs=4
+        )
+        runner = FakeRunner(limits, window=self.limits.window, sinks=self.limits.sinks)
         other = Engine(runner, limits, seed=0)
         for request in self.requests.values():
             most = validate(request, self.limits)
@@ -61,9 +63,11 @@ class WindowWorld(World):
 
 @st.composite
 def window_limits(draw: st.DrawFn) -> Limits:
-    """Windows of 1 .. 40, pages of 1 .. 8 tokens, and a pool from what token by token takes, mostly."""
+    """Windows of 1 .. 40, sinks at times, pages of 1 .. 8 tokens, and a pool from what token by token takes,
+    mostly."""
     window, size = draw(st.integers(1, 40)), draw(st.integers(1, 8))
-    fewest = -(-(window - 1) // size) + 1
+    sinks = draw(st.sampled_from([0, 0, 1, 4, 9]))
+    fewest = -(-(window - 1) // size) + 1 + -(-sinks // size)
     pages = draw(st.one_of(st.integers(0, 6).map(lambda more: fewest + more), st.integers(1, 24)))
     return Limits(
         num_pages=pages + 1,
@@ -74,6 +78,7 @@ def window_limits(draw: st.DrawFn) -> Limits:
         vocab_size=VOCAB,
         eos_token_ids=draw(st.sampled_from([frozenset(), EOS])),
         window=window,
+        sinks=sinks,
     )
 
 
@@ -145,7 +150,7 @@ def test_whoever_is_accepted_alone_finishes(data: st.DataObject) -> None:
     accepted = world.add(Request(request_id="r", prompt_token_ids=prompt, sampling=sampling))
     assert lim.window is not None
     total = len(prompt) + (sampling.max_tokens or 0) - 1
-    fewest = min(-(-total // lim.page_size), -(-(lim.window - 1) // lim.page_size) + 1)
+    fewest = min(-(-total // lim.page_size), -(-(lim.window - 1) // lim.page_size) + 1 + lim.sink_pages)
     assert accepted == (fewest <= lim.usable_pages)
     if not accepted:
         return

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import VOCAB, World, ask, through_the_engine, worlds
+from worlds import VOCAB, World, ask, crowded, through_the_engine, worlds
 
 from jaxinfer.core import Limits, StepPlan
-from jaxinfer.simulator import CruisingScheduler, Outcome, SimulatedRunner, Step
+from jaxinfer.simulator import CruisingScheduler, Outcome, SimulatedRunner, Step, scheduler
 from jaxinfer.simulator.cruise import Cruise
 from jaxinfer.simulator.runner import Pending
 
@@ -60,18 +60,18 @@ def test_the_simulation_is_the_engine(world: World) -> None:
 def test_a_group_can_be_disbanded_at_any_time(world: World, every: int) -> None:
     """`check` disbands it, with steps in flight, and finds the books in order."""
     simulation = world.simulation()
-    scheduler, count = simulation.scheduler, [0]
-    plan, commit = scheduler.plan_step, scheduler.commit_step
+    planner, count = simulation.scheduler, [0]
+    plan, commit = planner.plan_step, planner.commit_step
 
     def at_times(act: Callable[[], Any], result: Any) -> Any:
         count[0] += 1
         if count[0] % every == 0:
             assert not act()
-            assert not scheduler.group.members
+            assert not planner.group.members
         return result
 
-    scheduler.plan_step = lambda: at_times(scheduler.disband, plan())  # type: ignore[method-assign]
-    scheduler.commit_step = lambda step: at_times(scheduler.check, commit(step))  # type: ignore[method-assign]
+    planner.plan_step = lambda: at_times(planner.disband, plan())  # type: ignore[method-assign]
+    planner.commit_step = lambda step: at_times(planner.check, commit(step))  # type: ignore[method-assign]
     outcome = simulation.run(world.asks, concurrency=world.concurrency)
     assert_same(outcome, world.simulate())
 
@@ -99,6 +99,24 @@ def test_a_long_run_with_preemptions_is_the_engine(asynchronous: bool, prefix_ca
     assert_as_the_engine(world, outcome)
     assert_same(outcome, world.simulate(cruise=False))
     assert_same(outcome, world.simulate())
+
+
+@pytest.mark.parametrize("first", range(0, 150, 30))
+def test_crowded_worlds_are_the_engine(first: int) -> None:
+    preemptions = evictions = 0
+    for seed in range(first, first + 30):
+        world = crowded(seed)
+        simulation = world.simulation()
+        outcome = simulation.run(world.asks, concurrency=world.concurrency)
+        assert_same(outcome, world.simulate(cruise=False))
+        if seed % 5 == 0:
+            assert_as_the_engine(world, outcome)
+        cache = simulation.scheduler.tables.cache
+        preemptions, evictions = (
+            preemptions + outcome.preemptions,
+            evictions + (cache.evictions if cache else 0),
+        )
+    assert min(preemptions, evictions) > 100
 
 
 def test_most_of_the_work_is_done_by_the_group() -> None:
@@ -169,3 +187,20 @@ def _let_go_and_stay_quiet(self: CruisingScheduler, sequence: Any) -> None:
     del self.active[sequence.uid]
     self._quiet = 10
     super(CruisingScheduler, self)._let_go(sequence)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "seed"),
+    [
+        ("_holds_all", lambda sequence: True, 129),
+        ("_is_known", lambda sequence: True, 44),
+        ("merge", lambda decodes, added, key: [*decodes, *list(added)[::-1]], 5),
+        ("QUIET", 0, 0),
+    ],
+)
+def test_each_care_is_needed(name: str, wrong: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks superfluous decides who gets a page, in a world where it matters."""
+    expected = crowded(seed).simulate(cruise=False)
+    monkeypatch.setattr(scheduler, name, wrong)
+    with pytest.raises(AssertionError):
+        assert_same(crowded(seed).simulate(), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -165,4 +166,36 @@ def worlds(draw: st.DrawFn) -> World:
         asynchronous=draw(st.booleans()),
         concurrency=concurrency,
         windows=draw(st.sampled_from([(None,), (None, 6), (4, None, 9)])),
+    )
+
+
+def crowded(seed: int) -> World:
+    """A world made to hurt: prompts alike that arrive together, and a pool in which they evict each other."""
+    draw = random.Random(seed)
+    size = draw.choice([1, 2, 4])
+    stems = [
+        [draw.randrange(IDS) for _ in range(draw.randint(size, 8 * size + 3))]
+        for _ in range(draw.randint(1, 3))
+    ]
+    at_s, asks = 0.0, []
+    for index in range(draw.randint(10, 60)):
+        at_s += draw.choice([0, 0, 0, 0.01, 0.05, 0.2])
+        stem = draw.choice(stems)
+        stem = stem[: draw.choice([len(stem), len(stem), draw.randint(1, len(stem))])]
+        prompt = stem + [draw.randrange(IDS) for _ in range(draw.choice([0, 0, 1, 5]))]
+        asks.append(ask(f"r{index}", at_s, prompt, draw.randint(1, 40), draw.randint(-1, 1)))
+    limits = Limits(
+        num_pages=draw.randint(12, 70) * 4 // size,
+        page_size=size,
+        max_num_seqs=draw.choice([2, 4, 8, 16]),
+        max_num_batched_tokens=draw.choice([4, 8, 16, 64]),
+        max_model_len=120,
+        vocab_size=VOCAB,
+    )
+    return World(
+        limits=limits,
+        asks=tuple(asks),
+        policy=draw.choice(["fcfs", "fcfs", "priority"]),
+        asynchronous=draw.choice([True, True, False]),
+        concurrency=draw.choice([None, None, 6]),
     )

@@ -110,6 +110,11 @@ class JaxRunner:
             for rows in {shape.rows for shape in self.programs.samples}
         }
 
+    @property
+    def model(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """The model as `nnx.split` gives it. The arrays are those that the programs run with, and no copies."""
+        return self._graph, self._state
+
     def _new_kv(self) -> KVState:
         return jax.block_until_ready(create_kv(self.config, self.num_pages, self.page_size, self.kv_dtype))
 

@@ -202,14 +202,23 @@ def _checked_bias(bias: Any) -> dict[int, float] | None:
             f"logit_bias has {len(bias)} entries; at most {MAX_BIASES} are served", "logit_bias"
         )
     checked: dict[int, float] = {}
+    wrong = []
     for key, value in bias.items():
         token = key if isinstance(key, int) and not isinstance(key, bool) else -1
         if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal():
             token = int(key)
         if token < 0:
-            raise RequestError(f"logit_bias: {_shown(key)} is not a token id", "logit_bias")
+            wrong.append(key)
+            continue
         _check_float("logit_bias", value, -100.0, 100.0)
         checked[token] = float(value)
+    if wrong:
+        what = (
+            f"{_shown(wrong[0])} is not a token id"
+            if len(wrong) == 1
+            else f"{_shown(wrong)} are no token ids"
+        )
+        raise RequestError(f"logit_bias: {what}", "logit_bias")
     return checked or None
 
 

@@ -106,7 +106,10 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
     sampling, vocab = request.sampling, limits.vocab_size
     for token in sampling.logit_bias or ():
         if token >= vocab:
-            raise RequestError(f"logit_bias: {token} is not an id from 0 to {vocab - 1}", "logit_bias")
+            raise RequestError(
+                f"logit_bias: {token} is not an id from 0 to {vocab - 1} (there are {vocab} tokens)",
+                "logit_bias",
+            )
     if sampling.structured and sampling.min_tokens:
         # A structure that is complete allows an end and nothing else, and min_tokens holds ends back.
         raise RequestError("min_tokens does not work together with a structured output", "min_tokens")

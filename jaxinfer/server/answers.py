@@ -278,7 +278,7 @@ class CompletionAnswer(Answer):
         return text, {
             "tokens": names,
             "token_logprobs": [e and e[i].logprob for i, e in zip(ids, known, strict=True)],
-            "top_logprobs": _listed(lambda i, e: e and self._top(_likeliest(e, i, most)), ids, known),
+            "top_logprobs": _listed(lambda i, e: e and self._top(i, _likeliest(e, i, most)), ids, known),
             "text_offset": _offsets(text, data),
         }
 
@@ -297,18 +297,19 @@ class CompletionAnswer(Answer):
         return {
             "tokens": tokens,
             "token_logprobs": [known[i].logprob for i, known in zip(token_ids, logprobs, strict=True)],
-            "top_logprobs": _listed(lambda _, known: self._top(known), token_ids, logprobs),
+            "top_logprobs": _listed(self._top, token_ids, logprobs),
             "text_offset": offsets,
         }
 
-    def _top(self, known: dict[int, Logprob]) -> dict[str, float]:
-        """Every known token, the chosen one included. This shape is keyed by text, and texts may be equal:
-        the likelier token keeps the name, the others are named by id, so that none is lost."""
-        top: dict[str, float] = {}
+    def _top(self, chosen: int, known: dict[int, Logprob]) -> dict[str, float]:
+        """Every known token, the chosen one first (as vLLM has it). This shape is keyed by text, and texts
+        may be equal: the likelier token keeps the name, the others are named by id, so that none is lost."""
+        names: dict[str, int] = {}
         for token_id, entry in sorted(known.items(), key=lambda item: item[1].rank):
             name = self._name(token_id, entry.text, self.token_bytes(token_id, entry.text))
-            top[name if name not in top else f"token_id:{token_id}"] = entry.logprob
-        return top
+            names[name if name not in names else f"token_id:{token_id}"] = token_id
+        ordered = sorted(names.items(), key=lambda item: item[1] != chosen)
+        return {name: known[token_id].logprob for name, token_id in ordered}
 
 
 class ChatAnswer(Answer):

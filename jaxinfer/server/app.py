@@ -110,6 +110,7 @@ def create_app(
     keyed.add_api_route("/v1/models", handlers.models, methods=["GET"])
     keyed.add_api_route("/v1/models/{name:path}", handlers.model, methods=["GET"])
     keyed.add_api_route("/tokenize", handlers.tokenize, methods=["POST"])
+    keyed.add_api_route("/tokenizer_info", handlers.tokenizer_info, methods=["GET"])
     keyed.add_api_route("/version", handlers.version, methods=["GET"])
     keyed.add_api_route("/invocations", handlers.invocations, methods=["POST"])
     keyed.add_api_route("/detokenize", handlers.detokenize, methods=["POST"])
@@ -220,6 +221,17 @@ class _Handlers:
         most = self.llm.limits.max_model_len
         return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": spelled})
 
+    async def tokenizer_info(self) -> Response:
+        tokenizer, template = self._tokenizer(), self.llm.chat_template
+        return json_response({
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": self.llm.limits.max_model_len,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "add_bos_token": tokenizer.adds_bos,
+            "chat_template": None if template is None else template.source,
+        })  # fmt: skip
+
     async def detokenize(self, http: HttpRequest) -> Response:
         body = await self._read(http, DetokenizeBody)
         size = self.llm.limits.vocab_size
@@ -255,7 +267,7 @@ class _Handlers:
             "object": "model",
             "created": self.started_at,
             "owned_by": "jaxinfer",
-            "root": self.llm.model_name,
+            "root": self.model_name,
             "parent": None,
             "max_model_len": self.llm.limits.max_model_len,
         }

@@ -63,6 +63,11 @@ class ChatTemplate:
         return bool(self._sources)
 
     @property
+    def source(self) -> str | None:
+        """The text of the template that a chat without tools is written by; None without one."""
+        return self._sources.get("default")
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the model's template does anything with tools."""
         return "tool_use" in self._sources or bool(re.search(r"\btools\b", self._sources.get("default", "")))

@@ -120,6 +120,9 @@ def _known(token: int, top: int) -> dict[int, Logprob]:
 class ScriptedTokenizer:
     """One byte, one token."""
 
+    bos_token = eos_token = ""
+    adds_bos = False
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -140,7 +143,7 @@ class ScriptedLLM:
         self.engine = engine or ScriptedEngine()
         self.tokenizer = ScriptedTokenizer()
         self.model_name = "scripted"
-        self.chat_template = SimpleNamespace(takes_tools=True)
+        self.chat_template = SimpleNamespace(takes_tools=True, source="the template")
         self.limits = Limits(
             num_pages=64,
             page_size=4,

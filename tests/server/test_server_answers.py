@@ -151,6 +151,7 @@ def test_logprobs_of_a_completion():
     assert whole["token_logprobs"] == [-1.0] * 3
     assert whole["text_offset"] == [0, 1, 2]
     assert whole["top_logprobs"][0] == {"@": -0.5, "A": -1.0, "?": -9999.0}
+    assert [*whole["top_logprobs"][0]] == ["A", "@", "?"]  # the chosen one first, the others by rank
     joined = {key: [entry for part in streamed for entry in part[key]] for key in whole}
     assert joined == whole
     assert none["top_logprobs"] == [{"A": -1.0}, {"B": -1.0}, {"C": -1.0}]

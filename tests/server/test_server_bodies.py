@@ -307,6 +307,22 @@ def test_tokens_with_their_spellings_and_without_special_ones(client: TestClient
     assert spelled["token_strs"] == ["<68>", "<69>"]
 
 
+def test_the_tokenizer_is_described(client: TestClient):
+    told = client.get("/tokenizer_info").json()
+    assert (told["model_max_length"], told["eos_token"], told["chat_template"]) == (128, "", "the template")
+    assert told["tokenizer_class"] == "ScriptedTokenizer"
+
+
+def test_every_key_of_logit_bias_that_is_no_id_is_named(client: TestClient):
+    error = refused(client.post(COMPLETIONS, json={"prompt": "a", "logit_bias": {"x": 1, "7": 1, "y": 2}}))
+    assert error["param"] == "logit_bias"
+    assert "'x', 'y'" in error["message"]
+    assert (
+        "256 tokens"
+        in refused(client.post(COMPLETIONS, json={"prompt": "a", "logit_bias": {"300": 1}}))["message"]
+    )
+
+
 def test_routes_that_clients_of_vllm_know(client: TestClient):
     assert client.get("/version").json()["version"]
     assert client.get("/ping").json() == client.get("/health").json()

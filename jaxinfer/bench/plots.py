@@ -65,39 +65,54 @@ def run(path: str, measured: Measured, title: str) -> None:
 
 
 def sweep(path: str, report: dict[str, Any], objective: Objective) -> None:
-    """Latency against throughput, a point a run; the limits of the objective, and the knee. Raises
-    OSError."""
+    """Latency against throughput, a point a run (in red where the objective broke), lines in the order of the
+    load; the limits of the objective, and the knee. Raises OSError."""
     figure, axes = _figure(2, f"{report['model']}: latency against throughput")
     runs = [run for run in report["runs"] if run["rate"] is not None]
     runs.sort(key=lambda run: run["rate"])
     limits = {term.quantity: term for term in objective.terms}
+    knee = _knee(report, runs)
     for axis, (key, name) in zip(axes, (("ttft_s", "TTFT"), ("tpot_s", "TPOT")), strict=True):
-        for percentile, style in (("p50", ":"), ("p95", "-"), ("p99", "--")):
-            points = [
-                (run["measured"]["output_tokens_per_s"], run["measured"][key][percentile] * 1e3)
-                for run in runs
-                if run["measured"][key][percentile] is not None
-            ]
+        for percentile, style, width in (("p50", ":", 0.8), ("p95", "-", 1.6), ("p99", "--", 0.8)):
+            points = _points(runs, "measured", key, percentile)
             if points:
-                axis.plot(*zip(*points, strict=True), style, color=BLUE, marker="o", ms=3, label=percentile)
-        foretold = [
-            (run["predicted"]["output_tokens_per_s"], run["predicted"][key]["p95"] * 1e3)
-            for run in runs
-            if run["predicted"] is not None and run["predicted"][key]["p95"] is not None
-        ]
-        if foretold:
+                axis.plot(*zip(*points, strict=True), style, color=BLUE, linewidth=width, label=percentile)
+        for holds, colour in ((True, BLUE), (False, RED)):
+            judged = [run for run in runs if run["measured"]["slo"]["holds"] == holds]
+            points = _points(judged, "measured", key, "p95")
+            if points:
+                axis.plot(*zip(*points, strict=True), "o", color=colour, ms=4)
+        points = _points(runs, "predicted", key, "p95")
+        if points:
             axis.plot(
-                *zip(*foretold, strict=True), "-", color=ORANGE, marker="x", ms=4, label="p95 predicted"
+                *zip(*points, strict=True), "-x", color=ORANGE, ms=4, linewidth=1.0, label="p95 predicted"
             )
         if key[:4] in limits:
             axis.axhline(limits[key[:4]].limit_s * 1e3, color=RED, linewidth=0.8, label=str(limits[key[:4]]))
-        knee = _knee(report, runs)
         if knee is not None:
             axis.axvline(knee, color=GREY, linewidth=0.8, linestyle="-.", label="knee")
         axis.set(xlabel="output tokens/s", ylabel=f"{name}, ms", yscale="log")
         if axis.lines:
-            axis.legend(frameon=False)
+            axis.legend(
+                frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3
+            )
     _save(figure, path)
+
+
+def _points(
+    runs: Sequence[dict[str, Any]], source: str, key: str, percentile: str
+) -> list[tuple[float, float]]:
+    """(tokens per second, milliseconds) of each run; those of one load as one, their mean."""
+    by_rate: dict[float, list[tuple[float, float]]] = {}
+    for run in runs:
+        value = run[source]
+        if value is not None and value[key][percentile] is not None:
+            point = value["output_tokens_per_s"], value[key][percentile] * 1e3
+            by_rate.setdefault(run["rate"], []).append(point)
+    return [
+        (sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points))
+        for points in by_rate.values()
+    ]
 
 
 def _knee(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float | None:

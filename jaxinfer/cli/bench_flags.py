@@ -167,7 +167,10 @@ class TargetFlags:
         return InProcess(llm, self.report.sampling()), predictor, basis
 
     def _calibration(self, llm: LLM) -> Calibration | None:
-        """The one that was given, else the one that is kept for this device and the model's dtypes."""
+        """The one that was given, else the one that is kept for this device and dtypes, if it was made with
+        this model: what a step costs at least is no matter of parameters, and misleads about a model of
+        another size.
+        """
         from jaxinfer.bench.predicted import costs_of
         from jaxinfer.planner.calibration import Calibration
 
@@ -178,7 +181,8 @@ class TargetFlags:
         from jaxinfer.calibration import find_calibration
 
         costs = costs_of(llm)
-        return None if costs is None else find_calibration(jax.local_devices()[0].device_kind, costs)
+        kept = None if costs is None else find_calibration(jax.local_devices()[0].device_kind, costs)
+        return kept if kept is not None and kept.model == llm.model_name else None
 
     def _at(self, server: ServerTargetFlags) -> Target:
         from jaxinfer.bench.http_target import VOCABULARY, HttpTarget

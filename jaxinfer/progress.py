@@ -15,18 +15,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 Unit = Literal["", "B"]
-Advance = Callable[[float], None]
+
+
+class Advance(Protocol):
+    """So much more is done; `note` says how it goes (a loss, a speed), until the next one."""
+
+    def __call__(self, amount: float = 1, note: str = "") -> None: ...
+
 
 FIRST_LINE_S = 1.0
 """A phase shorter than this prints nothing where stderr is no terminal."""
+MOST_BETWEEN_LINES_S = 60.0
+"""A longer one is silent for no longer than this."""
 
 _lock = threading.Lock()
 _silenced = 0
@@ -57,7 +65,7 @@ def phase(
     `advance` may be called from any thread. `wanted` False and JAXINFER_PROGRESS=0 keep it silent.
     """
     if not wanted or _silenced or os.environ.get("JAXINFER_PROGRESS") == "0":
-        yield lambda amount=1: None
+        yield lambda amount=1, note="": None
     elif sys.stderr.isatty():
         with _bar(title, total, unit) as advance:
             yield advance
@@ -87,11 +95,11 @@ def _bar(title: str, total: float | None, unit: Unit) -> Generator[Advance]:
     task = board.add_task(title, total=total, amount="")
     done = 0.0
 
-    def advance(amount: float = 1) -> None:
+    def advance(amount: float = 1, note: str = "") -> None:
         nonlocal done
         with _lock:
             done += amount
-            board.update(task, completed=done, amount=_amount(done, total, unit))
+            board.update(task, completed=done, amount=_amount(done, total, unit, note))
 
     try:
         yield advance
@@ -125,7 +133,8 @@ def _new_board() -> Progress:
 
 
 class _Lines:
-    """Sparse lines: the first after a second, each next one after twice the time of the one before."""
+    """Sparse lines: the first after a second, each next one after twice the time of the one before, and every
+    minute in the end."""
 
     def __init__(self, title: str, total: float | None, unit: Unit):
         self.title, self.total = title, total
@@ -134,14 +143,14 @@ class _Lines:
         self.began = time.monotonic()
         self.next_line = FIRST_LINE_S
 
-    def advance(self, amount: float = 1) -> None:
+    def advance(self, amount: float = 1, note: str = "") -> None:
         with _lock:
             self.done += amount
             elapsed = time.monotonic() - self.began
             if elapsed < self.next_line:
                 return
-            self.next_line = 2 * elapsed
-        self.say(_amount(self.done, self.total, self.unit))
+            self.next_line = min(2 * elapsed, elapsed + MOST_BETWEEN_LINES_S)
+        self.say(_amount(self.done, self.total, self.unit, note))
 
     def end(self, how: str) -> None:
         elapsed = time.monotonic() - self.began
@@ -152,7 +161,9 @@ class _Lines:
         print(f"jaxinfer: {self.title}: {text}", file=sys.stderr, flush=True)
 
 
-def _amount(done: float, total: float | None, unit: Unit) -> str:
+def _amount(done: float, total: float | None, unit: Unit, note: str = "") -> str:
     if unit == "B":
-        return f"{done / 1e6:.0f} MB" if total is None else f"{done / 1e6:.0f}/{total / 1e6:.0f} MB"
-    return f"{done:g}" if total is None else f"{done:g}/{total:g}"
+        text = f"{done / 1e6:.0f} MB" if total is None else f"{done / 1e6:.0f}/{total / 1e6:.0f} MB"
+    else:
+        text = f"{done:g}" if total is None else f"{done:g}/{total:g}"
+    return f"{text}, {note}" if note else text

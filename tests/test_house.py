@@ -43,14 +43,19 @@ ALLOWED = {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.runtime", "jaxinfer.progress",
         "jaxinfer.text", "jaxinfer.arguments", "jaxinfer.outputs",
     },
+    "jaxinfer.heads": {
+        "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.planner", "jaxinfer.text",
+        "jaxinfer.progress", "checkpoints", "pallas_kernels",
+    },
     "jaxinfer.convert": {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.text", "jaxinfer.progress",
-        "checkpoints",
+        "jaxinfer.heads", "checkpoints",
     },
     "jaxinfer.lab": {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.planner", "jaxinfer.runtime",
         "jaxinfer.llm", "jaxinfer.outputs", "jaxinfer.text", "jaxinfer.convert", "jaxinfer.shapes",
-        "jaxinfer.progress", "checkpoints",
+        "jaxinfer.heads",
+        "jaxinfer.progress", "pallas_kernels", "checkpoints",
     },
     "jaxinfer.server": {"jaxinfer.core", "jaxinfer.llm", "jaxinfer.text", "jaxinfer.engine"},
     "jaxinfer.simulator": {"jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.planner"},

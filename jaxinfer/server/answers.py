@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxinfer.core import Logprob, Request, TokenEvent
-from jaxinfer.server.tools import Call, CallParser, ToolUse
+from jaxinfer.server.calls import Call, CallParser
+from jaxinfer.server.tools import ToolUse
 from jaxinfer.server.wire import ApiError, Parts, joined
 
 SHORT = 64

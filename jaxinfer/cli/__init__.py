@@ -24,6 +24,7 @@ from jaxinfer.cli.commands import Pull, Serve
 from jaxinfer.cli.convert import Convert
 from jaxinfer.cli.doctor import Doctor
 from jaxinfer.cli.generate import Generate
+from jaxinfer.cli.lab import Lab
 from jaxinfer.cli.plan import Plan
 from jaxinfer.cli.score import Score
 from jaxinfer.cli.simulate import Simulate
@@ -40,6 +41,7 @@ Command = (
     | Annotated[Score, subcommand("score")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Lab, subcommand("lab")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Simulate, subcommand("simulate")]
     | Annotated[Doctor, subcommand("doctor")]

@@ -1,0 +1,23 @@
+"""`jaxinfer lab`: experiments with fewer KV heads. Each subcommand has a module of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
+
+from jaxinfer.cli.lab_evaluate import Evaluate
+from jaxinfer.cli.lab_uptrain import Uptrain
+
+Which = Annotated[Uptrain, subcommand("uptrain")] | Annotated[Evaluate, subcommand("evaluate")]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Train and evaluate models with fewer KV heads."""
+
+    which: OmitSubcommandPrefixes[OmitArgPrefixes[Which]]
+
+    def run(self) -> int:
+        return self.which.run()

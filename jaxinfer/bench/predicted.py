@@ -20,7 +20,7 @@ from jaxinfer.bench.records import RequestRecord, Status
 from jaxinfer.config import StepShape, shape_ladder
 from jaxinfer.core import Limits, Request
 from jaxinfer.llm import LLM
-from jaxinfer.planner import DeviceSheet, ModelCosts, RooflineTime, StepTime
+from jaxinfer.planner import MEASURED, DeviceSheet, ModelCosts, RooflineTime, StepTime, measured_sheet
 from jaxinfer.planner.calibration import CalibratedTime, Calibration
 from jaxinfer.simulator import Ask, Outcome, Served, Simulation, StepTimer
 
@@ -109,11 +109,9 @@ def step_time(costs: ModelCosts, stats: Any, calibration: Calibration | None) ->
     bandwidth, rate = stats.get("bandwidth"), stats.get("matmul_rate")
     if not bandwidth or not rate:
         return None
-    sheet = DeviceSheet(
-        "this machine", 0, bandwidth, {name: rate for name in ("float32", "bfloat16")}, 0.0, "measured here"
-    )
+    sheet = measured_sheet("this machine", bandwidth, rate)
     shown = f"roofline at {bandwidth / 1e9:.1f} GB/s and {rate / 1e12:.3g} TFLOP/s, measured on this machine"
-    return RooflineTime(costs, sheet), shown
+    return RooflineTime(costs, sheet, MEASURED), shown
 
 
 def _record(load: Load, served: Served) -> RequestRecord:

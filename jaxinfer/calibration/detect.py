@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jaxinfer.calibration.store import find_calibration
-from jaxinfer.planner import DEVICES, DeviceSheet, Efficiency, ModelCosts, RooflineTime, StepTime
+from jaxinfer.planner import (
+    DEVICES,
+    MEASURED,
+    DeviceSheet,
+    ModelCosts,
+    RooflineTime,
+    StepTime,
+    measured_sheet,
+)
 from jaxinfer.planner.calibration import CalibratedTime, Calibration
 
 logger = logging.getLogger(__name__)
 
-MEASURED = Efficiency(bandwidth=1.0, compute=1.0, attention=1.0, launch_s=0.0, host_step_s=0.0)
-"""Of limits that were measured with programs of XLA and not read from a sheet."""
 KINDS = (
     ("A100-SXM4-40GB", "a100-40g"), ("A100-SXM4-80GB", "a100-80g"), ("H100 80GB HBM3", "h100"),
     ("H200", "h200"), ("B200", "b200"), ("L40S", "l40s"), ("L4", "l4"), ("A10", "a10"),
@@ -49,7 +55,9 @@ def detected(costs_of: Callable[[str], ModelCosts]) -> Detected:
     memory = free_bytes(platform)
     calibration = find_calibration(device.device_kind, costs)
     if calibration is not None:
-        sheet = measured_sheet(device.device_kind, platform, memory, calibration)
+        sheet = measured_sheet(
+            device.device_kind, calibration.bandwidth, calibration.matmul_rate, memory, platform
+        )
         said = (
             f"calibration of {calibration.model}'s steps here, {calibration.date} "
             f"(median error {100 * calibration.residual:.0f} % of the steps it was fitted to)"
@@ -62,28 +70,12 @@ def detected(costs_of: Callable[[str], ModelCosts]) -> Detected:
     from jaxinfer.runtime.roofline import measure_machine
 
     machine = measure_machine(platform, costs.dtype)
-    sheet = measured_sheet(device.device_kind, platform, memory, machine)
+    sheet = measured_sheet(device.device_kind, machine.bandwidth, machine.matmul_rate, memory, platform)
     said = (
         f"roofline at {machine.bandwidth / 1e9:.1f} GB/s and {machine.matmul_rate / 1e12:.3g} TFLOP/s, "
         "measured just now; jaxinfer doctor --calibrate MODEL makes it exact"
     )
     return Detected(sheet, costs, lambda c: RooflineTime(c, sheet, MEASURED), said, limit)
-
-
-class Limits(Protocol):
-    """What a Machine and a Calibration have: bytes/s of memory, operations/s of products."""
-
-    @property
-    def bandwidth(self) -> float: ...
-
-    @property
-    def matmul_rate(self) -> float: ...
-
-
-def measured_sheet(name: str, platform: str, memory_bytes: int, limits: Limits) -> DeviceSheet:
-    """A sheet of measured limits: one rate for all dtypes, since one was measured."""
-    rates = {dtype: limits.matmul_rate for dtype in ("float32", "bfloat16", "int8")}
-    return DeviceSheet(name, memory_bytes, limits.bandwidth, rates, 1.0, "measured on this machine", platform)
 
 
 def step_time(costs: ModelCosts, calibration: Calibration, sheet: DeviceSheet) -> StepTime:

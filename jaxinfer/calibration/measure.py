@@ -54,6 +54,8 @@ def step_kinds(ladder: Sequence[StepShape], tokens_in_pool: int, most_context: i
         longest = min(most_context - 2, tokens_in_pool // rows - 1)
         for context, emit in ((64, False), (64, True), (longest // 3, True), (longest, True)):
             kinds.append(StepKind(((min(context, longest), 1),) * rows, emit))
+        if rows > 2:  # a bucket that is not full tells what a row costs from what a place does
+            kinds.append(StepKind(((min(64, longest), 1),) * (rows - rows // 4), emit=True))
     for tokens in sorted({shape.chunk_tokens for shape in ladder if shape.chunk_rows}):
         longest = min(most_context, tokens_in_pool) - tokens - 1
         if longest < 0:

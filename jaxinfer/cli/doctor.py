@@ -86,7 +86,6 @@ def _page(found: Calibration) -> list[str]:
         f"  median error of the fit    {100 * found.residual:.1f} %",
         f"  memory bandwidth           {found.bandwidth / 1e9:.1f} GB/s",
         f"  matmul rate                {found.matmul_rate / 1e9:.0f} GFLOP/s",
-        f"  a step                     {found.step_s * 1e3:.2f} ms",
     ]
     if found.decode_byte_s:
         lines.append(f"  K/V of decodes             {1e-9 / found.decode_byte_s:.1f} GB/s")

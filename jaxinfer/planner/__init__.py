@@ -5,15 +5,16 @@ runs the real scheduler on a `StepTime`, so that what is predicted and measured 
 """
 
 from jaxinfer.planner.costs import ModelCosts, StepWork, keys_of
-from jaxinfer.planner.devices import DEVICES, DeviceSheet, device_sheet
+from jaxinfer.planner.devices import DEVICES, DeviceSheet, device_sheet, measured_sheet
 from jaxinfer.planner.memory import MemoryPlan, activation_bytes, logits_bytes, plan_memory
 from jaxinfer.planner.plan import Phase, Plan, Remedy, Wall, Workload, plan, remedies, with_kv_heads
 from jaxinfer.planner.predict import Steps, tokens_per_s, tpot_s, ttft_s
-from jaxinfer.planner.step_time import FLOOR, Efficiency, RooflineTime, StepParts, StepTime
+from jaxinfer.planner.step_time import FLOOR, MEASURED, Efficiency, RooflineTime, StepParts, StepTime
 
 __all__ = [
     "DEVICES",
     "FLOOR",
+    "MEASURED",
     "DeviceSheet",
     "Efficiency",
     "MemoryPlan",
@@ -32,6 +33,7 @@ __all__ = [
     "device_sheet",
     "keys_of",
     "logits_bytes",
+    "measured_sheet",
     "plan",
     "plan_memory",
     "remedies",

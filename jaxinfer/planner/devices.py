@@ -72,3 +72,11 @@ def device_sheet(name: str) -> DeviceSheet:
             f"no sheet of a device {name!r}; known: {', '.join(DEVICES)}; 'detect' measures this machine"
         )
     return DEVICES[name]
+
+
+def measured_sheet(
+    name: str, bandwidth: float, matmul_rate: float, memory_bytes: int = 0, platform: str = "cpu"
+) -> DeviceSheet:
+    """A sheet of measured limits, bytes/s and operations/s: one rate for all dtypes, as one was measured."""
+    rates = {dtype: matmul_rate for dtype in ("float32", "bfloat16", "int8")}
+    return DeviceSheet(name, memory_bytes, bandwidth, rates, 1.0, "measured on this machine", platform)

@@ -70,6 +70,10 @@ FLOOR = Efficiency(1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
 """All that the sheet promises, and a host that costs nothing: no run is faster."""
 
 
+MEASURED = Efficiency(1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+"""Of limits that were not read from a sheet but measured, with programs such as those that run."""
+
+
 @dataclass(frozen=True, slots=True)
 class RooflineTime:
     """Steps of `costs` on a device of `sheet`."""

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from tiny import TINY, tiny_runner
 
 from jaxinfer.calibration import MeasuredStep, StepKind, fit, measure_steps, step_kinds
-from jaxinfer.calibration.detect import measured_sheet, step_time
+from jaxinfer.calibration.detect import step_time
 from jaxinfer.calibration.fit import errors
 from jaxinfer.calibration.measure import plan_of
 from jaxinfer.config import choose_step_shape, shape_ladder
 from jaxinfer.core import ConfigError
-from jaxinfer.planner import ModelCosts, RooflineTime
+from jaxinfer.planner import ModelCosts, RooflineTime, measured_sheet
 from jaxinfer.planner.calibration import CalibratedTime, Calibration, Curve
 
 COSTS = ModelCosts(TINY, "float32", "float32")
 LADDER = shape_ladder(8, 64)
 TRUE = Calibration(
     device="made up", platform="cpu", model="tiny", dtype="float32", kv_dtype="float32", quantization=None,
-    date="2026-11-30", versions={}, bandwidth=1e10, matmul_rate=1e11, step_s=1e-3,
+    date="2026-11-30", versions={}, bandwidth=1e10, matmul_rate=1e11, step_s=0.0,
     linear=Curve((1, 8, 64), (1e-9, 2e-9, 1.5e-8)), head=Curve((1, 8), (1e-9, 3e-9)),
     decode_row_s=1e-5, decode_byte_s=2e-10, chunk_byte_s=5e-11, chunk_operation_s=2e-11,
     residual=0.0, steps=0,
@@ -130,9 +130,9 @@ def test_other_numbers_than_those_measured_are_refused_and_fall_back_to_the_roof
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             CalibratedTime(other, TRUE)
-        sheet = measured_sheet("cpu", "cpu", 1 << 30, TRUE)
+        sheet = measured_sheet("cpu", 1e10, 1e11)
         assert isinstance(step_time(other, TRUE, sheet), RooflineTime)
-    assert isinstance(step_time(COSTS, TRUE, measured_sheet("cpu", "cpu", 1 << 30, TRUE)), CalibratedTime)
+    assert isinstance(step_time(COSTS, TRUE, measured_sheet("cpu", 1e10, 1e11)), CalibratedTime)
 
 
 @pytest.mark.usefixtures("compile_cache")

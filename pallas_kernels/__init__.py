@@ -15,6 +15,14 @@ from pallas_kernels.attention import (
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.device import CPU, KV_DTYPES, Backend, Device, Geometry
 from pallas_kernels.matmul import quant_matmul, resolve_matmul
+from pallas_kernels.page_choice import (
+    PageBounds,
+    PageChoice,
+    attend_chosen,
+    create_bounds,
+    page_choice,
+    update_bounds,
+)
 from pallas_kernels.pages import Pages, QuantizedPages, copy_pages, create_pages, write_kv
 from pallas_kernels.quantized import (
     FORMATS,
@@ -37,22 +45,28 @@ __all__ = [
     "Device",
     "Format",
     "Geometry",
+    "PageBounds",
+    "PageChoice",
     "Pages",
     "QuantizedPages",
     "QuantizedWeight",
     "RaggedBatch",
     "Rule",
+    "attend_chosen",
     "backends",
     "copy_pages",
+    "create_bounds",
     "create_pages",
     "dequantize",
     "int4_group",
     "most_pages",
+    "page_choice",
     "paged_attention",
     "quant_matmul",
     "quantize",
     "query_tiles",
     "resolve_backend",
     "resolve_matmul",
+    "update_bounds",
     "write_kv",
 ]

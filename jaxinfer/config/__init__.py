@@ -6,6 +6,14 @@
 from jaxinfer.config.engine import EngineConfig
 from jaxinfer.config.model import LayerConfig, ModelConfig
 from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from jaxinfer.config.spans import (
+    AttentionSpan,
+    PageSpan,
+    TopPages,
+    TopPagesSpan,
+    WindowSpan,
+    attention_span,
+)
 from jaxinfer.config.steps import (
     SampleShape,
     StepShape,
@@ -18,16 +26,22 @@ from jaxinfer.config.steps import (
 )
 
 __all__ = [
+    "AttentionSpan",
     "DynamicRope",
     "EngineConfig",
     "LayerConfig",
     "LinearRope",
     "Llama3Rope",
     "ModelConfig",
+    "PageSpan",
     "Rope",
     "SampleShape",
     "StepShape",
+    "TopPages",
+    "TopPagesSpan",
+    "WindowSpan",
     "YarnRope",
+    "attention_span",
     "choose_step_shape",
     "invariant_ladder",
     "is_invariant",

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from jaxinfer.config.spans import AttentionSpan, attention_span
 from jaxinfer.core import ConfigError
 
 
@@ -64,6 +65,10 @@ class EngineConfig:
     byte and share a scale per output, int4 half a byte with a scale for each 64 inputs (32 where 64 does not
     divide them). Embeddings, output head, norms and biases keep `dtype`. On CPU, int4 and fp8 save memory and
     cost time. On an NVIDIA GPU int4 uses a kernel of Pallas Triton, whose deprecation JAX announces."""
+    attention_span: str | None = None
+    """Which keys queries see, on a checkpoint that has no windows; None: what the checkpoint says. Of
+    window:W, window:W,sinks:S, longformer:W,global:G, bigbird:W,global:G,random:R[,seed:X] and
+    topk-pages:K[,skip:L][,from:P]; W, S and P in tokens, G, R and K in pages."""
     # Not served yet: any other value than these is refused by name.
     speculative: None = None
     tensor_parallel_size: int = 1
@@ -107,6 +112,11 @@ class EngineConfig:
             )
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+        self.span()
+
+    def span(self) -> AttentionSpan | None:
+        """What `attention_span` says, for pages of `page_size` tokens."""
+        return None if self.attention_span is None else attention_span(self.attention_span, self.page_size)
 
     def on(self, platform: str) -> EngineConfig:
         """The same with every value that depends on the `platform` ("cpu", "gpu") stated."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.config.rope import DynamicRope, LinearRope, Rope
+from jaxinfer.config.spans import AttentionSpan, PageSpan, TopPages, WindowSpan
 from jaxinfer.core import ConfigError
 
 
@@ -18,11 +20,15 @@ class LayerConfig:
     `num_kv_heads` K: KV heads of this layer, whose pages are as large as it needs and no larger.
     `window`: a query at position p sees the keys p - window + 1 .. p; None sees all up to p.
     `rotary`: whether q and k are rotated (SmolLM3 leaves some layers without: NoPE, 2305.19466).
+    `sinks` first keys are seen beside a window; `top_pages`: queries choose pages. No checkpoint has these
+    two: see `config.spans`.
     """
 
     num_kv_heads: int
     window: int | None = None
     rotary: bool = True
+    sinks: int = 0
+    top_pages: TopPages | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,7 @@ class ModelConfig:
     vocab_size V, hidden_size D, intermediate_size F, num_layers L = len(layers), num_heads N, head_dim H.
     `max_position` is the longest text the position embedding is made for, in tokens. `qkv_bias` and
     `output_bias` belong to attention's projections; `qk_norm` normalises each head of q and k (Qwen3).
+    `page_span`: which pages the queries of a page see, in every layer; None: all up to their own.
     """
 
     vocab_size: int
@@ -50,6 +57,7 @@ class ModelConfig:
     qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    page_span: PageSpan | None = None
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_heads", "head_dim", "max_position"
@@ -61,6 +69,10 @@ class ModelConfig:
             _check_size("num_key_value_heads", layer.num_kv_heads)
             if layer.window is not None:
                 _check_size("sliding_window", layer.window)
+            assert layer.window is not None or not layer.sinks, f"{layer.sinks} sinks without a window"
+            others = layer.window is not None or layer.top_pages is not None
+            assert not (others and self.page_span), f"{self.page_span} beside what {layer} sees"
+            assert not (layer.window and layer.top_pages), f"{layer.top_pages} beside a window"
             if self.num_heads % layer.num_kv_heads:
                 raise ConfigError(
                     f"model config: num_attention_heads {self.num_heads} is not a multiple of "
@@ -82,6 +94,37 @@ class ModelConfig:
         """The largest window of all layers: K/V further back are never read again. None: a layer sees all."""
         windows = [layer.window for layer in self.layers]
         return None if None in windows else max(w for w in windows if w is not None)
+
+    @property
+    def sinks(self) -> int:
+        """The most first keys that a layer sees beside its window."""
+        return max(layer.sinks for layer in self.layers)
+
+    def spanned(self, span: AttentionSpan) -> ModelConfig:
+        """The same model with every layer's queries seeing what `span` says, to be served or trained.
+
+        Raises ConfigError for a model whose layers have windows of their own: a span is one for all layers.
+        """
+        windows = [layer.window for layer in self.layers]
+        if any(windows) or self.page_span is not None:
+            shown = ", ".join("all" if w is None else str(w) for w in windows[:8])
+            raise ConfigError(
+                f"attention_span: the layers of this model have spans of their own (windows: {shown}), and a "
+                "span is one for all layers; leave attention_span out"
+            )
+        if isinstance(span, PageSpan):
+            return dataclasses.replace(self, page_span=span)
+        layers = list(self.layers)
+        for index, layer in enumerate(layers):
+            if isinstance(span, WindowSpan):
+                layers[index] = dataclasses.replace(layer, window=span.window, sinks=span.sinks)
+            elif index >= span.skip:
+                layers[index] = dataclasses.replace(layer, top_pages=span.pages)
+        if tuple(layers) == self.layers:
+            raise ConfigError(
+                f"attention_span: skip {span} leaves none of the {len(layers)} layers to choose"
+            )
+        return dataclasses.replace(self, layers=tuple(layers))
 
     @property
     def longest_position(self) -> int:

@@ -17,7 +17,9 @@ class StepShape:
     `tokens` T packed tokens, of which the first `decode_rows` are rows of one token; the rest hold at most
     `chunk_rows` rows of more than one, or, with `decode_rows` 0, of any count. Rows B = decode_rows +
     chunk_rows. Attention cuts chunks into query tiles of `tiles` tokens, largest first; `uniform`: into tiles
-    of one size, and one-token slices run as chunks (see `invariant_ladder`).
+    of one size, and one-token slices run as chunks (see `invariant_ladder`). With `cut` (pages of so many
+    tokens) a chunk takes a row for each page that it touches, with a table of its own (see
+    `runtime.compact`): `chunk_rows` then counts chunks, and B is more.
     """
 
     tokens: int
@@ -25,10 +27,19 @@ class StepShape:
     chunk_rows: int
     uniform: bool = False
     tiles: tuple[int, ...] = QUERY_TILES
+    cut: int | None = None
 
     @property
     def rows(self) -> int:
-        return self.decode_rows + self.chunk_rows
+        return self.decode_rows + self.table_rows
+
+    @property
+    def table_rows(self) -> int:
+        """Rows that the chunks take. Of n >= 2 tokens, (n - 2) // Z + 2 pages are touched at most, of one
+        1."""
+        if self.cut is None:
+            return self.chunk_rows
+        return min(self.chunk_tokens, self.chunk_tokens // self.cut + 2 * self.chunk_rows)
 
     @property
     def chunk_tokens(self) -> int:
@@ -73,8 +84,10 @@ def shape_ladder(
     max_num_batched_tokens: int,
     tiles: tuple[int, ...] = QUERY_TILES,
     platform: str = "cpu",
+    *,
+    cut: int | None = None,
 ) -> tuple[StepShape, ...]:
-    """The buckets, cheapest first; every plan within the two limits fits one of them.
+    """The buckets, cheapest first; every plan within the two limits fits one of them. `cut`: of a StepShape.
 
     Decode alone: 1, 2, 4, ... rows. With chunks: `Granularity.least_chunk` chunk tokens, twice as many, ...
     beside no decode rows, a few (where all of them would be much of the step), or all. (On CPU 32 seqs, 512
@@ -82,7 +95,7 @@ def shape_ladder(
     """
     grain = Granularity.of(platform)
     most_rows = min(max_num_seqs, max_num_batched_tokens)
-    shapes = {StepShape(rows, rows, 0, tiles=tiles) for rows in _powers(1, most_rows)}
+    shapes = {StepShape(rows, rows, 0, tiles=tiles, cut=cut) for rows in _powers(1, most_rows)}
     for chunk_tokens in _powers(grain.least_chunk, max_num_batched_tokens):
         top = chunk_tokens == max_num_batched_tokens
         chunk_rows = most_rows if top else min(most_rows, max(2, chunk_tokens // 8))
@@ -92,12 +105,16 @@ def shape_ladder(
         if grain.few_rows and chunk_tokens < 8 * most_rows:
             choices.add(min(grain.few_rows, most_rows))
         for decode_rows in choices:
-            shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows, tiles=tiles))
+            shapes.add(StepShape(decode_rows + chunk_tokens, decode_rows, chunk_rows, tiles=tiles, cut=cut))
     return tuple(sorted(shapes))
 
 
 def invariant_ladder(
-    max_num_seqs: int, max_num_batched_tokens: int, tiles: tuple[int, ...] = QUERY_TILES
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    tiles: tuple[int, ...] = QUERY_TILES,
+    *,
+    cut: int | None = None,
 ) -> tuple[StepShape, ...]:
     """The one bucket of a run whose ids and logprobs do not depend on the batch, the chunks or the cache.
 
@@ -108,7 +125,7 @@ def invariant_ladder(
     CPU, where products alone do not depend on the number of rows; what is fused behind them does.)
     """
     rows = min(max_num_seqs, max_num_batched_tokens)
-    return (StepShape(max_num_batched_tokens, 0, rows, uniform=True, tiles=tiles[-1:]),)
+    return (StepShape(max_num_batched_tokens, 0, rows, uniform=True, tiles=tiles[-1:], cut=cut),)
 
 
 def is_invariant(ladder: tuple[StepShape, ...]) -> bool:

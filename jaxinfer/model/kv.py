@@ -6,6 +6,7 @@ is what GPU kernels load and what the CPU path copies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,16 +14,18 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxinfer.config import ModelConfig
-from pallas_kernels import Pages
+from pallas_kernels import PageBounds, Pages
 
 
 class KVState(NamedTuple):
     """k[l], v[l]: [M, K, Z, H] of layer l, which has a K of its own; int8 pages bring their scales. A tuple
     over layers, so that donated pages are updated in place (a scan over a stacked array would copy the pool)
-    and layers may differ."""
+    and layers may differ. bounds[l]: what layers whose queries choose pages keep of each; None elsewhere, ()
+    where no layer does."""
 
     k: tuple[Pages, ...]
     v: tuple[Pages, ...]
+    bounds: tuple[PageBounds | None, ...] = ()
 
     @property
     def page_size(self) -> int:
@@ -36,6 +39,26 @@ class KVState(NamedTuple):
     def is_deleted(self) -> bool:
         """Whether the pages were given to a program that has not given them back."""
         return jax.tree.leaves(self)[0].is_deleted()
+
+
+class LayerKV(NamedTuple):
+    """What a KVState holds of one layer."""
+
+    k: Pages
+    v: Pages
+    bounds: PageBounds | None = None
+
+
+def by_layer(kv: KVState) -> list[LayerKV]:
+    return list(map(LayerKV, kv.k, kv.v, kv.bounds or (None,) * len(kv.k)))
+
+
+def from_layers(layers: Sequence[LayerKV]) -> KVState:
+    bounds = tuple(layer.bounds for layer in layers)
+    choosing = any(bound is not None for bound in bounds)
+    return KVState(
+        tuple(layer.k for layer in layers), tuple(layer.v for layer in layers), bounds if choosing else ()
+    )
 
 
 class WriteSlots(NamedTuple):
@@ -54,11 +77,16 @@ def create_kv(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dt
             for layer in config.layers
         )
 
-    return KVState(pages(), pages())
+    k, v = pages(), pages()
+    bounds = [
+        pallas_kernels.create_bounds(of) if layer.top_pages is not None else None
+        for layer, of in zip(config.layers, k, strict=True)
+    ]
+    return from_layers(list(map(LayerKV, k, v, bounds)))
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-    """Bytes that one page takes in all layers, K and V, scales included."""
+    """Bytes that one page takes in all layers, K and V, scales and bounds included."""
     shapes = jax.eval_shape(lambda: create_kv(config, 1, page_size, dtype))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 

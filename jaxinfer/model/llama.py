@@ -17,6 +17,8 @@ from flax import nnx
 
 import pallas_kernels
 from jaxinfer.config import LayerConfig, ModelConfig
+from jaxinfer.core import ConfigError
+from jaxinfer.model import kv as kv_state
 from jaxinfer.model import rope
 from jaxinfer.model.kv import KVState, WriteSlots
 from jaxinfer.model.linear import Layout, RowMajor, layout_for
@@ -95,7 +97,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, build: Build):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, layer.num_kv_heads, config.head_dim
         self.rotary = layer.rotary
-        self.rule = pallas_kernels.Rule(self.head_dim**-0.5, layer.window)
+        self.rule = pallas_kernels.Rule(self.head_dim**-0.5, layer.window, layer.sinks)
         self.backend = build.attention_backend
         outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = layer_linear(config.hidden_size, outputs, build, bias=config.qkv_bias)
@@ -188,29 +190,49 @@ class Llama(nnx.Module):
         batch: pallas_kernels.RaggedBatch,
         slots: WriteSlots,
         num_prompt: jax.Array,
+        text_positions: jax.Array | None = None,
         *,
         decode_rows: int,
     ) -> tuple[jax.Array, KVState]:
         """token_ids int32 [T] -> (hidden [T, D] before the last norm, the KVState with this step written).
 
         num_prompt int32 [B]: the length of each row's prompt, for position embeddings that depend on it.
+        text_positions int32 [T]: where tokens stand in their texts, if the batch's positions are those of
+        compact tables.
         """
-        lengths = jnp.maximum(batch.positions + 1, num_prompt[batch.token_row])
-        cos, sin = rope.rotation(self.config.rope, self.config.head_dim, batch.positions, lengths)
-        step = PagedStep(batch, slots, cos, sin, decode_rows)
-        x, kept = self._run(token_ids, step, list(zip(kv.k, kv.v, strict=True)))
-        return x, KVState(tuple(k for k, _ in kept), tuple(v for _, v in kept))
+        positions = batch.positions if text_positions is None else text_positions
+        lengths = jnp.maximum(positions + 1, num_prompt[batch.token_row])
+        cos, sin = rope.rotation(self.config.rope, self.config.head_dim, positions, lengths)
+        # One for all layers that choose: `ModelConfig.spanned` gives them the same.
+        top = next((layer.top_pages for layer in self.config.layers if layer.top_pages is not None), None)
+        choice = None
+        if top is not None:
+            choice = pallas_kernels.page_choice(
+                batch, num_prompt, kv.page_size, decode_rows=decode_rows, count=top.count, start=top.start
+            )
+        step = PagedStep(batch, slots, cos, sin, choice, decode_rows)
+        x, kept = self._run(token_ids, step, kv_state.by_layer(kv))
+        return x, kv_state.from_layers(kept)
 
     def dense(
         self, token_ids: jax.Array, *, remat: bool = False, tapped: bool = False
     ) -> tuple[jax.Array, tuple[Tap, ...]]:
         """Whole texts int32 [texts, S] from position 0 -> (hidden [texts, S, D] before the last norm, and a
-        Tap of each layer if `tapped`). Differentiable; `remat` holds no more than the layers' inputs."""
+        Tap of each layer if `tapped`). Differentiable; `remat` holds no more than the layers' inputs. Spans
+        that do not depend on what queries hold are masks; one that chooses among prompts raises
+        ConfigError."""
+        if any(
+            layer.top_pages is not None and layer.top_pages.start is not None for layer in self.config.layers
+        ):
+            raise ConfigError(
+                "attention_span: queries that choose pages of prompts (from:P) have no dense pass; without "
+                "from:P, prompts see all"
+            )
         texts, length = token_ids.shape
         positions = jnp.tile(jnp.arange(length), texts)
         lengths = jnp.full_like(positions, length)
         cos, sin = rope.rotation(self.config.rope, self.config.head_dim, positions, lengths)
-        step = DenseStep(cos, sin, texts, tapped)
+        step = DenseStep(cos, sin, self.config.page_span, texts, tapped)
         x, kept = self._run(token_ids.reshape(-1), step, [None] * len(self.layers), remat=remat)
         return x.reshape(texts, length, -1), tuple(kept) if tapped else ()
 

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
+from jaxinfer.config import PageSpan
 from jaxinfer.model import kv as kv_state
-from jaxinfer.model.kv import WriteSlots
-from pallas_kernels import Backend, Pages, Rule
+from jaxinfer.model.kv import LayerKV, WriteSlots
+from pallas_kernels import Backend, Rule
 
 
 class Step(Protocol):
@@ -38,17 +41,19 @@ class Step(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["batch", "slots", "cos", "sin"],
+    data_fields=["batch", "slots", "cos", "sin", "choice"],
     meta_fields=["decode_rows"],
 )
 @dataclass(frozen=True)
 class PagedStep:
-    """Attention over pages; a layer keeps its (k_pages, v_pages). K/V are written first, then attended to."""
+    """Attention over pages; a layer keeps its LayerKV. K/V are written first, then attended to. `choice`:
+    what layers with page bounds need to choose by; None where there are none."""
 
     batch: pallas_kernels.RaggedBatch
     slots: WriteSlots
     cos: jax.Array
     sin: jax.Array
+    choice: pallas_kernels.PageChoice | None
     decode_rows: int
 
     def attend(
@@ -56,16 +61,24 @@ class PagedStep:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        kept: tuple[Pages, Pages],
+        kept: LayerKV,
         rule: Rule,
         backend: Backend,
-    ) -> tuple[jax.Array, tuple[Pages, Pages]]:
-        k_pages = kv_state.write_layer(kept[0], k, self.slots)
-        v_pages = kv_state.write_layer(kept[1], v, self.slots)
+    ) -> tuple[jax.Array, LayerKV]:
+        k_pages = kv_state.write_layer(kept.k, k, self.slots)
+        v_pages = kv_state.write_layer(kept.v, v, self.slots)
+        if kept.bounds is not None:
+            assert self.choice is not None, "page bounds without a choice"
+            bounds = pallas_kernels.update_bounds(kept.bounds, k_pages, self.choice)
+            attended = pallas_kernels.attend_chosen(
+                q, k_pages, v_pages, bounds, self.batch, self.choice,
+                decode_rows=self.decode_rows, rule=rule, backend=backend,
+            )  # fmt: skip
+            return attended, LayerKV(k_pages, v_pages, bounds)
         attended = pallas_kernels.paged_attention(
             q, k_pages, v_pages, self.batch, decode_rows=self.decode_rows, rule=rule, backend=backend
         )
-        return attended, (k_pages, v_pages)
+        return attended, LayerKV(k_pages, v_pages)
 
 
 class Tap(NamedTuple):
@@ -77,7 +90,7 @@ class Tap(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["texts", "tapped"]
+    jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["span", "texts", "tapped"]
 )
 @dataclass(frozen=True)
 class DenseStep:
@@ -86,6 +99,7 @@ class DenseStep:
 
     cos: jax.Array
     sin: jax.Array
+    span: PageSpan | None
     texts: int
     tapped: bool = False
 
@@ -93,10 +107,27 @@ class DenseStep:
         self, q: jax.Array, k: jax.Array, v: jax.Array, kept: None, rule: Rule, backend: Backend
     ) -> tuple[jax.Array, Tap | None]:
         assert rule.soft_cap is None, "dense attention has no soft cap"
-        assert not rule.sinks, "dense attention has no sinks"
-        window = None if rule.window is None else (rule.window - 1, 0)
+        window = None if rule.window is None or rule.sinks else (rule.window - 1, 0)
         apart = [x.reshape(self.texts, -1, *x.shape[1:]) for x in (q, k, v)]  # [texts, S, heads, H]
+        mask = seen(apart[0].shape[1], rule, self.span)
         attended = jax.nn.dot_product_attention(
-            *apart, scale=rule.scale, is_causal=True, local_window_size=window
+            *apart, mask=mask, scale=rule.scale, is_causal=True, local_window_size=window
         )
         return attended.reshape(q.shape), Tap(q, k, v) if self.tapped else None
+
+
+def seen(length: int, rule: Rule, span: PageSpan | None) -> jax.Array | None:
+    """bool [1, 1, S, S] over queries and keys, causality apart: what sinks or a span let be seen, as their
+    `sees` in jaxinfer.config.spans; None where attention needs no such mask."""
+    if span is not None:
+        pages = -(-length // span.page_size)
+        table = np.zeros((pages, pages), bool)
+        for page in range(pages):
+            table[page, list(span.pages(page))] = True
+        whole = table.repeat(span.page_size, axis=0).repeat(span.page_size, axis=1)
+        return jnp.asarray(whole[None, None, :length, :length])
+    if not rule.sinks:
+        return None
+    assert rule.window is not None
+    query, key = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    return ((key > query - rule.window) | (key < rule.sinks))[None, None]

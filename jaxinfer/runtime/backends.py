@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 
@@ -40,18 +41,26 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> Attention:
         )
         for kv_heads in sorted({layer.num_kv_heads for layer in model.layers})
     ]
+    # Where queries choose pages, each KV head is attended by itself.
+    by_head = [
+        dataclasses.replace(geometry, heads=geometry.heads // geometry.kv_heads, kv_heads=1)
+        for geometry in geometries
+        if any(layer.top_pages for layer in model.layers)
+    ]
     device = pallas_kernels.Device.of(jax.local_devices()[0])
     windows = {layer.window for layer in model.layers}
     failed: list[str] = []
     while True:
         try:
             backend = pallas_kernels.resolve_backend(
-                config.attention_backend, device, *geometries,
+                config.attention_backend, device, *geometries, *by_head,
                 interpret=config.interpret_kernels, without=tuple(failed),
             )  # fmt: skip
         except NotImplementedError as reason:
             raise ConfigError(str(reason)) from None
-        reason = self_test.failures(backend, geometries, windows) if device.platform == "gpu" else ""
+        reason = ""
+        if device.platform == "gpu":
+            reason = self_test.failures(backend, [*geometries, *by_head], windows)
         if not reason:
             break
         said = f"attention backend {backend.name!r} fails its test on {device.kind}: it {reason}"
@@ -61,7 +70,11 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> Attention:
         failed.append(backend.name)
     logger.info("attention: %s on %s", backend.name, device.kind or device.platform)
     tiles = pallas_kernels.query_tiles(backend, *geometries)
-    return Attention(backend, kv_dtype, tiles, pallas_kernels.most_pages(backend, *geometries))
+    most = [pallas_kernels.most_pages(backend, *geometries)]
+    for whole, head in zip(geometries, by_head, strict=False):
+        limit = pallas_kernels.most_pages(backend, head)
+        most.append(None if limit is None else limit // whole.kv_heads)
+    return Attention(backend, kv_dtype, tiles, min((m for m in most if m is not None), default=None))
 
 
 def choose_quantization(config: EngineConfig, model: ModelConfig) -> Quantization | None:

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.config import StepShape
+from jaxinfer.config import PageSpan, StepShape
 from jaxinfer.core import Slice, StepPlan
 from jaxinfer.model.kv import WriteSlots
+from jaxinfer.runtime.compact import compacted
 from pallas_kernels.batch import RaggedBatch, fill_tiles, tile_capacity
 
 _FLOATS = {"temperature", "top_p", "min_p", "factor", "addend"}
@@ -66,13 +67,15 @@ def layout(shape: StepShape, table_width: int, most_emitting: int) -> Layout:
     places of emitted tokens."""
     t, b = shape.tokens, shape.rows
     sizes = shape.tiles
-    capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows, sizes)
+    capacity = tile_capacity(shape.chunk_tokens, shape.table_rows, sizes)
     parts = {
         "tokens": (t,), "source": (t,), "positions": (t,), "token_row": (t,), "page_ids": (t,),
         "offsets": (t,), "page_table": (b, table_width), "kv_len": (b,), "num_prompt": (b,),
         "emit": (most_emitting,), "num_tiles": (len(sizes),),
     }  # fmt: skip
     parts |= {f"tiles{size}": (room, 3) for size, room in zip(sizes, capacity, strict=True)}
+    if shape.cut is not None:
+        parts["text_positions"] = (t,)
     return Layout.of(parts)
 
 
@@ -86,6 +89,8 @@ def pack(
     vocab_size: int,
     most_emitting: int,
     window: int | None = None,
+    sinks: int = 0,
+    span: PageSpan | None = None,
     sampled_rows: Mapping[int, int] | None = None,
 ) -> tuple[np.ndarray, list[int]]:
     """The buffer of a plan, and the packed place of the first token of each slice.
@@ -98,10 +103,18 @@ def pack(
         positions [6 0 4 5 6]     offsets  [2 0 0 1 2]     kv_len                                 [7 0 7 ...]
 
     `sampled_rows` tells, by uid, which row of the step before sampled a sequence's token: a chained token
-    is `source` of that row instead of -1. `window` is what every layer keeps to (`Limits.window`): pages
-    that a slice's first query is past may be 0. Each page that it sees or writes must be one of
+    is `source` of that row instead of -1. `window` and `sinks` are what every layer keeps to (`Limits`):
+    pages that a slice's first query is past may be 0. Each page that it sees or writes must be one of
     1 .. num_pages - 1; raises AssertionError otherwise.
+
+    With a `span`, for a bucket that is `cut`, slices become rows with compact tables (`runtime.compact`):
+    `positions` and `kv_len` count in those, `text_positions` in the text.
     """
+    assert (span is None) == (shape.cut is None), f"{span} in bucket {shape}"
+    pieces, inner, text_starts, firsts = plan.slices, (), (), None
+    if span is not None:
+        pieces, inner, text_starts, firsts = compacted(plan.slices, span)
+        plan = StepPlan(plan.step, pieces)
     parts = layout(shape, table_width, most_emitting)
     buffer = np.zeros(parts.size, np.int32)
     view = parts.views(buffer)
@@ -120,10 +133,10 @@ def pack(
     ones: list[Slice] = []
     chunks: list[tuple[int, int, int]] = []
     row, place = shape.decode_rows, shape.decode_rows
-    for piece in plan.slices:
+    for index, piece in enumerate(pieces):
         count, start = len(piece.tokens), piece.start
         end = start + count
-        if count == 1 and shape.decode_rows:
+        if count == 1 and shape.decode_rows and index not in inner:
             at = this_row = len(ones)
             ones.append(piece)
         else:
@@ -158,14 +171,18 @@ def pack(
         token_row[:count] = range(count)
     assert len(emit) <= most_emitting, f"{len(emit)} slices emit, at most {most_emitting} can"
     view["emit"][: len(emit)] = emit
-    _check(plan, tokens, table, behind, held, num_pages, vocab_size, page_size, window)
+    _check(plan, tokens, table, behind, held, num_pages, vocab_size, page_size, window, sinks)
+    if firsts is not None:
+        for at, piece, start in zip(places, pieces, text_starts, strict=True):
+            view["text_positions"][at : at + len(piece.tokens)] = range(start, start + len(piece.tokens))
+        places = [places[index] for index in firsts]
     # Padding tokens are of row -1: they are written into page 0, at offset 0.
     real = token_row >= 0
     page_ids[:] = np.where(real, table[token_row, positions // page_size], 0)
     view["offsets"][:] = positions % page_size
     sizes = shape.tiles
     if chunks:
-        capacity = tile_capacity(shape.chunk_tokens, shape.chunk_rows, sizes)
+        capacity = tile_capacity(shape.chunk_tokens, shape.table_rows, sizes)
         tiles, view["num_tiles"][:] = fill_tiles(chunks, capacity, sizes)
         for size, filled in zip(sizes, tiles, strict=True):
             view[f"tiles{size}"][:] = filled
@@ -182,19 +199,23 @@ def _check(
     vocab_size: int,
     page_size: int,
     window: int | None,
+    sinks: int,
 ) -> None:
     """Raise AssertionError for an index that the device would bend: it clamps a wrong one silently, and reads
     another request's page."""
     assert 0 <= tokens.min() <= tokens.max() < vocab_size, f"token ids leave 0..{vocab_size - 1}"
     column = np.arange(table.shape[1], dtype=np.int32)
     used = (column >= np.asarray(behind)[:, None]) & (column < np.asarray(held)[:, None])
+    front = -(-sinks // page_size)
+    if front:
+        used[:, :front] = column[:front] < np.asarray(held)[:, None]
     # What lies behind every window may still be gathered and masked: given back (0) or not, within the pool.
     wrong = (table < used) | (table >= num_pages)
     if not wrong.any():
         return
     for piece in plan.slices:
         first = 0 if window is None else max(0, piece.start - window + 1) // page_size
-        seen = piece.pages[first:]
+        seen = piece.pages[:front] + piece.pages[max(first, front) :]
         assert 0 < min(seen) <= max(seen) < num_pages, f"page ids {seen} leave 1..{num_pages - 1}"
         assert 0 <= min(piece.pages) <= max(piece.pages) < num_pages, (
             f"page ids {piece.pages} leave 0..{num_pages - 1}"
@@ -203,7 +224,8 @@ def _check(
 
 
 class StepInputs(NamedTuple):
-    """A split buffer as the step's own types. tokens, source [T]; num_prompt [B]; emit [R]; all int32."""
+    """A split buffer as the step's own types. tokens, source [T]; num_prompt [B]; emit [R]; text_positions
+    [T] where they are not the batch's own, None else; all int32."""
 
     tokens: jax.Array
     source: jax.Array
@@ -211,6 +233,7 @@ class StepInputs(NamedTuple):
     slots: WriteSlots
     num_prompt: jax.Array
     emit: jax.Array
+    text_positions: jax.Array | None = None
 
 
 def unpack(named: dict[str, Any], shape: StepShape) -> StepInputs:
@@ -220,4 +243,7 @@ def unpack(named: dict[str, Any], shape: StepShape) -> StepInputs:
         tuple(named[f"tiles{size}"] for size in shape.tiles), named["num_tiles"], shape.tiles,
     )  # fmt: skip
     slots = WriteSlots(named["page_ids"], named["offsets"])
-    return StepInputs(named["tokens"], named["source"], batch, slots, named["num_prompt"], named["emit"])
+    return StepInputs(
+        named["tokens"], named["source"], batch, slots, named["num_prompt"], named["emit"],
+        named.get("text_positions"),
+    )  # fmt: skip

@@ -67,6 +67,9 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     wanted = progress is not False
 
     name, model_config, source, tokenizer, template = _open(model)
+    span = config.span()
+    if span is not None:
+        model_config = model_config.spanned(span)
     attention = backends.choose_attention(config, model_config)
     quantization = backends.choose_quantization(config, model_config)
     build = Build(jnp.dtype(config.dtype), platform, attention.backend, quantization)
@@ -97,14 +100,17 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
         num_pages=2, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
         vocab_size=model_config.vocab_size, eos_token_ids=eos, window=model_config.window,
-        sampled_vocab=sampled_vocab,
+        sampled_vocab=sampled_vocab, sinks=model_config.sinks,
     )  # fmt: skip
     num_pages = _num_pages(config, model_config, limits, attention, platform)
     limits = replace(limits, num_pages=num_pages)
     sizes = config.max_num_seqs, config.max_num_batched_tokens, attention.tiles
+    cut = None if model_config.page_span is None else config.page_size
+    ladder = shape_ladder(*sizes, platform, cut=cut)
+    if config.batch_invariant:
+        ladder = invariant_ladder(*sizes, cut=cut)
     runner = JaxRunner(
-        model_config, graph, state,
-        invariant_ladder(*sizes) if config.batch_invariant else shape_ladder(*sizes, platform),
+        model_config, graph, state, ladder,
         num_pages=num_pages, page_size=config.page_size, max_model_len=max_model_len,
         kv_dtype=attention.kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
         strict=config.strict_compiles,

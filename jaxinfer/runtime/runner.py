@@ -82,6 +82,11 @@ class JaxRunner:
         self.ladder = ladder
         self.page_size, self.num_pages = page_size, num_pages
         self.table_width = -(-max_model_len // page_size)
+        span = config.page_span
+        if span is not None:
+            assert span.page_size == page_size, f"{span} over pages of {page_size} tokens"
+            self.table_width = min(self.table_width, span.most_pages)
+        assert all(shape.cut == (span and page_size) for shape in ladder), f"{span} and the ladder {ladder}"
         self.kv_dtype, self.platform = kv_dtype, platform
         self._progress = progress
         self._graph, self._state = graph, state
@@ -154,7 +159,8 @@ class JaxRunner:
             buffer, places = inputs.pack(
                 plan, shape, table_width=self.table_width, page_size=self.page_size,
                 num_pages=self.num_pages, vocab_size=self.config.vocab_size,
-                most_emitting=self._most_emitting, window=self.config.window,
+                most_emitting=self._most_emitting, window=self.config.window, sinks=self.config.sinks,
+                span=self.config.page_span,
                 sampled_rows=None if self._last_tokens is None else self._last_rows,
             )  # fmt: skip
             previous = self._last_tokens if chained and self._last_tokens is not None else self._no_tokens

@@ -57,7 +57,10 @@ def forward(
     given = step_inputs.unpack(step_inputs.layout(shape, table_width, most_emitting).split(buffer), shape)
     tokens = jnp.where(given.source >= 0, previous[jnp.maximum(given.source, 0)], given.tokens)
     model = nnx.merge(graph, state)
-    hidden, kv = model(tokens, kv, given.batch, given.slots, given.num_prompt, decode_rows=shape.decode_rows)
+    hidden, kv = model(
+        tokens, kv, given.batch, given.slots, given.num_prompt, given.text_positions,
+        decode_rows=shape.decode_rows,
+    )  # fmt: skip
     emitted = hidden[given.emit]
     padding = most_tokens - shape.tokens
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))) if shape.chunk_rows else hidden[:0]

@@ -3,7 +3,7 @@
     DST.training/run.json               what is being trained, on what, how
     DST.training/log.jsonl              the loss curve
     DST.training/step-00000100/state    parameters and moments, an Orbax checkpoint {name: array}
-    DST.training/step-00000100/state.json   step, data position, seed; sizes and sha256 of the files above
+    DST.training/step-00000100/state.json   step, data position, seed; sha256 of all of it
     DST.training/report.json            of a training that came to its end; states are gone then
 
 A state appears under its name when all of it is on disk. One that is damaged all the same is passed over,
@@ -46,8 +46,8 @@ class TrainingFolder:
         """Make the folder for this run, or with `resume` find the run in it that it is.
 
         A training that came to its end makes room for a new one. Raises ConfigError where one was broken off
-        and nobody said `resume`, where there is none and somebody did, and for one of another run, naming what
-        differs.
+        and nobody said `resume`, where there is none and somebody did, and for one of another run, naming
+        what differs.
         """
         run = json.loads(json.dumps(run))
         if self._report.exists():
@@ -87,7 +87,8 @@ class TrainingFolder:
                 checkpointer.save((folder / "state").resolve(), _named(arrays))
                 checkpointer.wait_until_finished()
             files = {name: [size, _flushed(folder / name)] for name, size in _sizes(folder)}
-            writing.write_json(folder / "state.json", {"step": step, **record, "files": files})
+            record = {"step": step, **record, "files": files}
+            writing.write_json(folder / "state.json", {"record": record, "sha256": _digest(record)})
         for old in self._steps()[KEPT:]:
             shutil.rmtree(self._place(old), ignore_errors=True)
 
@@ -168,10 +169,17 @@ def _flushed(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
 def _whole(folder: Path) -> dict[str, Any] | None:
     """The record of a state, if all its files are there as they were written."""
     try:
-        record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        held = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        record = held["record"]
+        if held["sha256"] != _digest(record):
+            return None
         for name, (size, digest) in record["files"].items():
             file = folder / name
             if file.stat().st_size != size or _flushed(file) != digest:

@@ -34,7 +34,8 @@ def first_trained_row(config: ModelConfig, parameter: Parameter, train: Train) -
         return None
     if train == "attention":
         return 0
-    return config.num_heads * config.head_dim if "qkv" in parameter.path else None
+    queries = config.num_heads * config.head_dim
+    return queries if "qkv" in parameter.path and queries < parameter.outputs else None
 
 
 def split(config: ModelConfig, state: nnx.State, train: Train) -> tuple[Arrays, Arrays]:

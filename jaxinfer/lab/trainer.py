@@ -225,7 +225,7 @@ class Trainer:
             self._weighed(mean),
             mean.cross_entropy,
             mean.divergence,
-            optax.global_norm(gradients),
+            jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients))),
             jnp.asarray(self._rates(step), jnp.float32),
         )
         return TrainState(trained, known), figures

@@ -44,6 +44,7 @@ from jaxinfer.server.schema import (
     has_messages,
     parse_body,
 )
+from jaxinfer.server.tools import OPENING, CallForm
 from jaxinfer.server.transport import (
     AccessLog,
     Crowd,
@@ -156,6 +157,7 @@ class _Handlers:
         self.llm, self.worker, self.model_name = llm, worker, model
         self.max_body_bytes, self.receive_seconds = max_body_bytes, receive_seconds
         self.started_at = int(time.time())
+        self.call_form = self._call_form()
         self.logprobs = LogprobRoom()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="jaxinfer-writer")  # see `_written`
 
@@ -185,10 +187,9 @@ class _Handlers:
         return await self._answer(http, body, prepare, CompletionAnswer, body.wanted())
 
     async def _chat(self, http: HttpRequest, body: ChatBody) -> Response:
-        takes_tools = self.llm.chat_template is not None and self.llm.chat_template.takes_tools
-        tools = body.tool_use(takes_tools=takes_tools)
+        tools = body.tool_use(form=self.call_form)
         sampling = body.sampling(tools)
-        shown = takes_tools and tools is not None
+        shown = self.call_form is not None and tools is not None
         messages, options = body.template_input(body.messages, with_tools=shown)
         self.worker.check_room(sampling.get("n", 1))
         check_texts(texts_of(messages), self.llm.limits, "messages")
@@ -272,6 +273,12 @@ class _Handlers:
             "max_model_len": self.llm.limits.max_model_len,
         }
 
+    def _call_form(self) -> CallForm | None:
+        template, tokenizer = self.llm.chat_template, self.llm.tokenizer
+        if template is None or not template.takes_tools:
+            return None
+        return CallForm(template.tags_calls, tokenizer is not None and OPENING in tokenizer.special_texts.ids)
+
     def _token_bytes(self, token_id: int, text: str) -> bytes:
         """A folder without a tokenizer serves token ids: its tokens have no text and no bytes."""
         tokenizer = self.llm.tokenizer
@@ -304,8 +311,7 @@ class _Handlers:
                     raise RequestError(f"{name} belongs to messages; leave it out beside prompt", name)
             self._tokenizer()
             return self.llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        template = self.llm.chat_template
-        if body.tools and not (template is not None and template.takes_tools):
+        if body.tools and self.call_form is None:
             raise RequestError("this model's chat template has no place for tools", "tools")
         messages, options = body.template_input(body.messages)
         check_texts(texts_of(messages), self.llm.limits, "messages")

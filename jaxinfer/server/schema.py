@@ -18,7 +18,7 @@ from jaxinfer.core import MAX_LOGPROBS, STRUCTURES, RequestError, SamplingParams
 from jaxinfer.server.answers import Wanted
 from jaxinfer.server.messages import Conversation, Message
 from jaxinfer.server.structures import ResponseFormat, Strict, StructuredOutputs, refuse_constant
-from jaxinfer.server.tools import ToolChoice, ToolUse, tool_use
+from jaxinfer.server.tools import CallForm, ToolChoice, ToolUse, tool_use
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     # parameter -> the values, besides null, that ask for nothing
@@ -238,9 +238,9 @@ class ChatBody(_Sampled, Conversation):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    def tool_use(self, *, takes_tools: bool) -> ToolUse | None:
-        """The functions that the answer may call; None for none. `takes_tools`: see `tools.tool_use`."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, takes_tools=takes_tools)
+    def tool_use(self, *, form: CallForm | None) -> ToolUse | None:
+        """The functions that the answer may call; None for none. `form`: see `tools.tool_use`."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, form=form)
 
     def wanted(self, tools: ToolUse | None) -> Wanted:
         """What the answer's shape depends on."""

@@ -72,6 +72,11 @@ class ChatTemplate:
         """Whether the model's template does anything with tools."""
         return "tool_use" in self._sources or bool(re.search(r"\btools\b", self._sources.get("default", "")))
 
+    @property
+    def tags_calls(self) -> bool:
+        """Whether the template has calls written as Hermes and Qwen do: `<tool_call>{...}</tool_call>`."""
+        return "<tool_call>" in self._sources.get("tool_use", self._sources.get("default", ""))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -122,6 +122,7 @@ class ScriptedTokenizer:
 
     bos_token = eos_token = ""
     adds_bos = False
+    special_texts = SimpleNamespace(ids={})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -143,7 +144,7 @@ class ScriptedLLM:
         self.engine = engine or ScriptedEngine()
         self.tokenizer = ScriptedTokenizer()
         self.model_name = "scripted"
-        self.chat_template = SimpleNamespace(takes_tools=True, source="the template")
+        self.chat_template = SimpleNamespace(takes_tools=True, tags_calls=True, source="the template")
         self.limits = Limits(
             num_pages=64,
             page_size=4,

@@ -12,11 +12,13 @@ from fake_runner import FakeRunner
 from fastapi.testclient import TestClient
 from test_server_openai_sdk import LIMITS
 
+from jaxinfer.core import RequestError, SamplingParams
 from jaxinfer.llm import LLM
 from jaxinfer.server.app import create_app
 from jaxinfer.server.calls import Call, CallParser
-from jaxinfer.server.tools import ToolUse
+from jaxinfer.server.tools import CallForm, Tool, ToolUse, tool_use
 from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import ByteTokenizer
 
 CHAT = "/v1/chat/completions"
@@ -250,10 +252,6 @@ ASKING = {"messages": [USER], "tools": TOOLS}
         ({**ASKING, "tools": [TOOLS[1]] * 129}, "tools"),
         ({**ASKING, "tools": [{"type": "code"}]}, "tools[0].type"),
         ({**ASKING, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        (
-            {**ASKING, "tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
-            "tools[0].function.strict",
-        ),
         ({**ASKING, "tool_choice": "always"}, "tool_choice"),
         (
             {**ASKING, "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -305,6 +303,95 @@ def test_a_template_without_tools_refuses_those_that_it_would_ignore():
         for choice in ("auto", "none"):
             body = {"messages": [USER], "tools": [], "tool_choice": choice, "parallel_tool_calls": True}
             assert client.post(CHAT, json=body).status_code == 200
+
+
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+BRIEF = "{% if tools %}T{% endif %}{{ messages[0].content }}"
+TAGGED = CallForm(tagged=True)
+LLAMA = CallForm(tagged=False)
+
+
+def allows(form: CallForm, text: str) -> bool:
+    """Whether an answer to STRICT under tool_choice auto may be this text, and end there."""
+    use = tool_use([Tool.model_validate(tool) for tool in STRICT], "auto", None, form=form)
+    assert use is not None
+    matcher = GrammarCompiler(ByteTokenizer(), 259).matcher(SamplingParams(grammar=use.grammar()))
+    assert matcher is not None
+    for token in [*text.encode(), 257]:
+        mask = matcher.mask()
+        if not mask[token >> 3] >> (token & 7) & 1:
+            return False
+        matcher.accept(token)
+    return True
+
+
+def call(arguments: str, name: str = "weather", key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+@pytest.mark.parametrize("form", [TAGGED, LLAMA])
+def test_strict_arguments_follow_their_schema_where_an_answer_may_be_text(form: CallForm):
+    for text in ("", "Hello, <you>!", "é\n\n</tool_call> <tool_cal", "  spaced {out}"):
+        assert allows(form, text)
+    good, other = call('{"city": "Oslo"}'), call('{"city": 5}', "now")
+    for text in (good, f"\n{good}\n", other):
+        assert allows(form, f"<tool_call>{text}</tool_call>")
+        assert allows(form, f"Well:\n<tool_call>{text}</tool_call>\n<tool_call>{good}</tool_call> done")
+    for text in (
+        call('{"city": "Mars"}'),
+        call("{}"),
+        call("{}", "rm"),
+        "hello",
+        call('{"city": "Oslo"}', key="x"),
+    ):
+        assert not allows(form, f"<tool_call>{text}</tool_call>")
+        assert not allows(form, f"Well: <tool_call>{good}</tool_call><tool_call>{text}</tool_call>")
+
+
+def test_an_answer_that_starts_with_a_brace_is_a_call_where_the_model_calls_without_tags():
+    good, wrong = (call(f'{{"city": "{city}"}}', key="parameters") for city in ("Oslo", "Mars"))
+    assert allows(LLAMA, good)
+    assert allows(LLAMA, f"{good}; {good}")
+    assert not allows(LLAMA, wrong)
+    assert not allows(LLAMA, f"{good}; {wrong}")
+    assert not allows(LLAMA, '{"city": "Oslo"}')
+    assert allows(LLAMA, f"So: {wrong}")  # amid text that is no call
+    assert allows(TAGGED, wrong)
+
+
+def test_a_json_answer_is_no_call_of_a_model_that_tags_its_calls():
+    tagged = BRIEF + "{# <tool_call> #}"
+    bare = call('{"city": "Mars"}')
+    with client_of(bare, tagged) as client:
+        strict = client.post(CHAT, json={"messages": [USER], "tools": STRICT}).json()["choices"][0]
+        loose = client.post(CHAT, json={"messages": [USER], "tools": TOOLS}).json()["choices"][0]
+    assert (strict["message"]["content"], strict["finish_reason"]) == (bare, "stop")
+    assert loose["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Mars"}'
+
+
+@pytest.mark.parametrize("template", [BRIEF, BRIEF + "{# <tool_call> #}"])
+def test_a_strict_call_under_auto_over_http(template: str):
+    mars = call(json.dumps({"city": "Mars"}))
+    answer = f"Well. <tool_call>{mars}</tool_call>"
+    body = {"messages": [USER], "tools": STRICT, "max_tokens": 90}
+    with client_of(answer, template) as client:
+        message = client.post(CHAT, json=body).json()["choices"][0]["message"]
+        stream = streamed(client, body)
+    for said in (message, stream):
+        first = said["tool_calls"][0]["function"]
+        assert json.loads(first["arguments"]) in ({"city": "Oslo"}, {"city": "Rom"})
+        assert said["content"].startswith("Well.")
+    with client_of("Only text.", template) as client:
+        message = client.post(CHAT, json=body).json()["choices"][0]["message"]
+    assert (message["content"], "tool_calls" in message) == ("Only text.", False)
+
+
+def test_strict_is_refused_where_tags_are_control_tokens():
+    tools = [Tool.model_validate(tool) for tool in STRICT]
+    with pytest.raises(RequestError, match="control token") as caught:
+        tool_use(tools, None, None, form=CallForm(tagged=True, control=True))
+    assert caught.value.param == "tools[0].function.strict"
+    assert tool_use(tools, "required", None, form=CallForm(tagged=True, control=True)) is not None
 
 
 @pytest.mark.parametrize("start", ['{"name": "f", "a": "', '<tool_call>{"name": "f", "a": "', "  "])

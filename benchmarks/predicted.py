@@ -3,15 +3,17 @@
     jaxinfer doctor --calibrate smollm2-135m        first: this machine, on other steps than these
     python -m benchmarks.predicted smollm2-135m
 
-For each batch and context: requests that arrive together at an idle engine, the time to each first token
-(prefill) and the time per token after all have one (decode), beside what the planner's simulation of the same
-load says. Prompts are random, so that no prefix is found. Also memory: what the planner says of weights and
-pool, beside the bytes of the arrays that were allocated. The last line of stdout is one JSON object.
+For each batch and context: requests that arrive together at an idle engine. Prefill: the mean time to their
+first tokens, beside what a simulation of the same load says. Decode: the same prompts again, which are found
+in the prefix cache, so that all decode together from the first steps on; the mean gap between tokens, beside the
+planner's. Also memory: what the planner says of weights and pool, beside the bytes of the arrays that were
+allocated. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -24,20 +26,25 @@ from jaxinfer.bench.records import RequestRecord
 from jaxinfer.bench.target import InProcess
 from jaxinfer.bench.workbench import same_batch
 from jaxinfer.calibration import find_calibration
-from jaxinfer.planner import plan_memory
+from jaxinfer.planner import Steps, plan_memory, tpot_s
 
 
-def times(records: list[RequestRecord]) -> tuple[float, float]:
-    """(mean time to the first token, mean gap between tokens once all have one) in seconds."""
-    first = [record.token_s[0] - record.arrived_s for record in records]
-    all_started = max(record.token_s[0] for record in records)
+def first_token_s(records: list[RequestRecord]) -> float:
+    """Mean time to the first token."""
+    return statistics.fmean(record.token_s[0] - record.arrived_s for record in records)
+
+
+def gap_s(records: list[RequestRecord]) -> float:
+    """Mean gap between tokens while all of the requests decode."""
+    began = max(record.token_s[0] for record in records)
+    ended = min(record.token_s[-1] for record in records)
     gaps = [
         after - before
         for record in records
-        for before, after in zip(record.token_s, record.token_s[1:], strict=False)
-        if before >= all_started
+        for before, after in itertools.pairwise(record.token_s)
+        if before >= began and after <= ended
     ]
-    return statistics.fmean(first), statistics.fmean(gaps)
+    return statistics.fmean(gaps)
 
 
 def main() -> None:
@@ -46,8 +53,8 @@ def main() -> None:
     )
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 4096])
-    parser.add_argument("--output", type=int, default=12, help="new tokens of each request")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--output", type=int, default=24, help="tokens that each request decodes")
     parser.add_argument(
         "--most-tokens", type=int, default=140_000, help="largest batch times context that is run"
     )
@@ -60,7 +67,7 @@ def main() -> None:
     pages = 2 + most // 16 + max(args.batches)
     llm = LLM(
         args.model, max_num_seqs=max(args.batches), max_model_len=longest + 1, num_pages=pages,
-        warmup="full", enable_prefix_caching=False,
+        warmup="full",
     )  # fmt: skip
     import jax
 
@@ -78,9 +85,17 @@ def main() -> None:
             if batch * context > args.most_tokens:
                 print(f"batch {batch} x {context}: left out (--most-tokens)", file=sys.stderr)
                 continue
-            load = same_batch(context, args.output, batch, 1, seed=context + batch)[0]
-            measured = times(target.run(load, lambda _: None).records)
-            predicted = times(predictor(load))
+            load, again = (
+                same_batch(context, output, batch, 1, seed=context + batch)[0] for output in (1, args.output)
+            )
+            measured = (
+                first_token_s(target.run(load, lambda _: None).records),
+                gap_s(target.run(again, lambda _: None).records),
+            )
+            predicted = (
+                first_token_s(predictor(load)),
+                tpot_s(predictor.time, batch, context, args.output, Steps(max(args.batches), 512, "cpu")),
+            )
             for phase, ours, theirs in zip(("prefill", "decode"), predicted, measured, strict=True):
                 rows.append({
                     "phase": phase, "batch": batch, "context": context,

@@ -115,6 +115,12 @@ def starts_with_bos(llm: LLM) -> list[int]:
     return [llm.tokenizer.bos_id] if llm.tokenizer.adds_bos else []
 
 
+def started(llm: LLM, ids: list[int]) -> list[int]:
+    """The ids of a text as the model runs them: behind BOS, once, where its tokenizer puts that."""
+    bos = starts_with_bos(llm)
+    return ids if ids[:1] == bos else [*bos, *ids]
+
+
 def prefix_token(llm: LLM) -> int:
     """What stands in for an empty context: BOS, or EOS where there is none (lm_eval's prefix_token_id).
     Raises RequestError for a model that has neither."""
@@ -127,25 +133,28 @@ def prefix_token(llm: LLM) -> int:
     )
 
 
-def continuation_span(llm: LLM, context: str, continuation: str, where: str) -> Span:
+def continuation_span(
+    llm: LLM, context: str, continuation: str, where: str, *, prefix: int | None = None
+) -> Span:
     """A continuation after its context, as lm_eval cuts them: both are tokenised as one text, and what goes
     past the tokens of the context alone is the continuation; spaces that end the context belong to the
-    continuation. An empty context is the `prefix_token`. A context that is too long loses its beginning.
+    continuation. An empty context is `prefix` (None: the `prefix_token`). A context that is too long loses
+    its beginning. One that a chat template has begun with BOS does not get a second one.
 
     Raises RequestError where the continuation alone is too long, or is no token at all.
     """
     require_tokenizer(llm)
     if not context:
-        before, after = [prefix_token(llm)], llm.encode(continuation, add_special_tokens=False)
+        before = [prefix_token(llm) if prefix is None else prefix]
+        after = llm.encode(continuation, add_special_tokens=False)
         if after[:1] == before:
             after = after[1:]
     else:
         kept = context.rstrip()
         context, continuation = kept, context[len(kept) :] + continuation
-        start = starts_with_bos(llm)
-        before = start + llm.encode(context, add_special_tokens=False)
-        after = (start + llm.encode(context + continuation, add_special_tokens=False))[len(before) :]
-        before = before or [prefix_token(llm)]  # a context of spaces alone
+        alone = llm.encode(context, add_special_tokens=False)
+        after = llm.encode(context + continuation, add_special_tokens=False)[len(alone) :]
+        before = started(llm, alone) or [prefix_token(llm) if prefix is None else prefix]  # spaces alone
     return cut_span(llm, before, after, where)
 
 

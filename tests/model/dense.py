@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,14 @@ def rotated(x: np.ndarray, rope: Rope) -> np.ndarray:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-def dense_logits(config: ModelConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
-    """[T, V] float64."""
+Mask = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+"""(layer, q [T, G, H] of the query heads of one KV head, its k [T, H]) -> bool [T, T], causality apart."""
+
+
+def dense_logits(
+    config: ModelConfig, tensors: Tensors, tokens: list[int], mask: Mask | None = None
+) -> np.ndarray:
+    """[T, V] float64. `mask`: which keys queries see, in place of what the layers of `config` say."""
     held = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     count, width = len(tokens), config.head_dim
 
@@ -89,12 +96,18 @@ def dense_logits(config: ModelConfig, tensors: Tensors, tokens: list[int]) -> np
         if layer.rotary:
             q, k = rotated(q, config.rope), rotated(k, config.rope)
         seen = position[None, :] <= position[:, None]
-        if layer.window is not None:
+        if layer.window is not None and mask is None:
             seen &= position[:, None] - position[None, :] < layer.window
+        group = config.num_heads // layer.num_kv_heads
+        seen = np.broadcast_to(seen, (layer.num_kv_heads, count, count))
+        if mask is not None:
+            grouped = q.reshape(count, layer.num_kv_heads, group, width)
+            heads = range(layer.num_kv_heads)
+            seen = seen & np.stack([mask(index, grouped[:, head], k[:, head]) for head in heads])
         attended = np.zeros((count, config.num_heads, width))
         for head in range(config.num_heads):
-            shared = head // (config.num_heads // layer.num_kv_heads)
-            scores = np.where(seen, q[:, head] @ k[:, shared].T / math.sqrt(width), -np.inf)
+            shared = head // group
+            scores = np.where(seen[shared], q[:, head] @ k[:, shared].T / math.sqrt(width), -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             attended[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, shared]
         x = x + linear(attended.reshape(count, -1), f"{at}.self_attn.o_proj")

@@ -151,23 +151,25 @@ class ModelCosts:
         return sum(self.kv_bytes_of(layer) for layer in self.config.layers)
 
     @cached_property
-    def _views(self) -> dict[int | None, tuple[float, int]]:
-        """Layers of one window see the same keys: window -> bytes a key, operations a query and key."""
-        views: dict[int | None, tuple[float, int]] = {}
+    def _views(self) -> dict[tuple[int | None, int], tuple[float, int]]:
+        """Layers with one window and as many sinks see the same keys: (window, sinks) -> bytes a key,
+        operations a query and key."""
+        views: dict[tuple[int | None, int], tuple[float, int]] = {}
         operations = 4 * (self.config.num_heads // self.tensor_parallel) * self.config.head_dim
         for layer in self.config.layers:
-            size, count = views.get(layer.window, (0.0, 0))
-            views[layer.window] = size + self.kv_bytes_of(layer), count + operations
+            size, count = views.get((layer.window, layer.sinks), (0.0, 0))
+            views[layer.window, layer.sinks] = size + self.kv_bytes_of(layer), count + operations
         return views
 
     def attention(self, spans: Iterable[Span]) -> tuple[float, float]:
-        """(bytes of K/V read, operations) of the slices together."""
-        spans = list(spans)
+        """(bytes of K/V read, operations) of the slices together. Where queries choose pages, as if they saw
+        all: what they save is not told apart here."""
+        spans, paged = list(spans), self.config.page_span
         moved = operations = 0.0
-        for window, (key_bytes, key_operations) in self._views.items():
+        for (window, sinks), (key_bytes, key_operations) in self._views.items():
             read = seen = 0
             for start, count in spans:
-                r, s = keys_of(start, count, window)
+                r, s = paged.keys_of(start, count) if paged else keys_of(start, count, window, sinks)
                 read += r
                 seen += s
             moved += key_bytes * read
@@ -248,8 +250,12 @@ class ModelCosts:
         return self.attention([(0, length)])[1] - 2.0 * self.layer_params * length
 
 
-def keys_of(start: int, count: int, window: int | None) -> tuple[int, int]:
+def keys_of(start: int, count: int, window: int | None, sinks: int = 0) -> tuple[int, int]:
     """Of a slice: keys that it reads, each once; and keys seen, by all its queries together."""
+    if sinks and window is not None:
+        read, seen = keys_of(start, count, window)
+        more = _sinks_seen(start + count, window, sinks) - _sinks_seen(start, window, sinks)
+        return read + min(sinks, max(0, start - window + 1)), seen + more
     if count == 1:
         keys = start + 1 if window is None else min(start + 1, window)
         return keys, keys
@@ -258,3 +264,11 @@ def keys_of(start: int, count: int, window: int | None) -> tuple[int, int]:
     read = start + count - max(0, start - window + 1)
     growing = min(count, max(0, window - start))  # queries that see less than a window before them
     return read, growing * start + growing * (growing + 1) // 2 + (count - growing) * window
+
+
+def _sinks_seen(length: int, window: int, sinks: int) -> int:
+    """Sinks that the first `length` queries of a text see outside of their windows, all together: the query
+    at p sees min(sinks, p + 1 - window) there."""
+    past = max(0, length - window)
+    growing = min(past, sinks)
+    return growing * (growing + 1) // 2 + (past - growing) * sinks

@@ -26,6 +26,7 @@ from jaxinfer.config import (
     shape_ladder,
 )
 from jaxinfer.core import ConfigError
+from jaxinfer.planner.costs import keys_of
 
 windows = st.builds(WindowSpan, st.integers(1, 40), st.integers(0, 20))
 page_spans = st.builds(
@@ -203,3 +204,13 @@ def test_a_cut_bucket_has_rows_for_every_page_of_every_chunk(
             rows += len({position // size for position in range(start, start + count)})
             left -= count
         assert rows <= shape.table_rows
+
+
+# ------------------------------------------------------------------------------------------------ costs
+
+
+@given(windows, st.integers(0, 60), st.integers(1, 60))
+def test_keys_of_sinks_are_counted_as_they_are_seen(span: WindowSpan, start: int, count: int) -> None:
+    queries = range(start, start + count)
+    seen = [{key for key in range(query + 1) if span.sees(query, key)} for query in queries]
+    assert keys_of(start, count, span.window, span.sinks) == (len(set().union(*seen)), sum(map(len, seen)))

@@ -32,6 +32,8 @@ from jaxinfer.lab.evaluate.scoring import (
 from jaxinfer.llm import LLM
 
 NAME = "jaxinfer"
+LM_EVAL_DEVICE = "cuda:0"
+"""What lm_eval's command line asks of every model unless told otherwise, on machines without a GPU too."""
 KEPT_AFTER = 512
 """Requests after which answers go to lm_eval's cache (--use_cache), so that a run can be taken up again."""
 
@@ -55,9 +57,10 @@ class Adapter:
 
     `pretrained` is a MODEL as everywhere; `engine_options` are the fields of EngineConfig. The engine packs
     all requests by itself, so `batch_size` can only be lm_eval's default of 1 or "auto": `max_num_seqs` and
-    `max_num_batched_tokens` say how much runs together. `prefix_token_id` stands before a text without
-    context (None: BOS, or EOS where there is none). `max_gen_toks` is for tasks that name no limit.
-    Raises ConfigError for an option that is none of these.
+    `max_num_batched_tokens` say how much runs together. JAX chooses the device (JAX_PLATFORMS): of `device`
+    lm_eval's default and "cpu" are let pass, and neither moves anything. `prefix_token_id` stands before a
+    text without context (None: BOS, or EOS where there is none). `max_gen_toks` is for tasks that name no
+    limit. Raises ConfigError for an option that is none of these.
     """
 
     cache_hook: CacheHook
@@ -78,9 +81,12 @@ class Adapter:
                 f"batch_size {batch_size}: the engine packs requests by itself; leave it out, and say "
                 "max_num_seqs=N in model_args for how many run together"
             )
-        for name, value in {"max_batch_size": max_batch_size, "device": device}.items():
-            if value is not None:
-                raise ConfigError(f"{name} {value!r} is not taken; JAX_PLATFORMS chooses the device")
+        if max_batch_size is not None:
+            raise ConfigError(
+                f"max_batch_size {max_batch_size}: the engine packs requests by itself; leave it out"
+            )
+        if device not in (None, "cpu", LM_EVAL_DEVICE):
+            raise ConfigError(f"device {device!r}: leave it out; JAX_PLATFORMS chooses the device")
         self.set_up(LLM(pretrained, **engine_options), prefix_token_id, max_gen_toks)
 
     def set_up(self, llm: LLM, prefix_token_id: int | None = None, max_gen_toks: int = 256) -> None:

@@ -102,7 +102,7 @@ def test_files_of_one_format_have_an_all(llm, tmp_path: Path) -> None:
     assert [(task.name, task.count) for task in evaluate_choices(llm, files)] == [
         ("x", 1),
         ("y", 2),
-        ("all blimp", 3),
+        ("all", 3),
     ]
 
 

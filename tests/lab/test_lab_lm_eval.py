@@ -129,7 +129,7 @@ def test_options_that_cannot_be_are_refused(adapter, options, said: str) -> None
 
 
 @pytest.mark.parametrize(
-    "options", [{"batch_size": 8}, {"device": "cuda:0"}, {"max_batch_size": 4}, {"revision": "x"}]
+    "options", [{"batch_size": 8}, {"device": "cuda:1"}, {"max_batch_size": 4}, {"revision": "x"}]
 )
 def test_model_args_that_mean_nothing_here_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -172,7 +172,7 @@ def evaluate_choices(llm: LLM, tasks: Seq[Questions]) -> list[Choices]:
         same = [part for part in parts if part[0].format == name]
         if len(same) > 1:
             questions = tuple(question for task, _, _ in same for question in task.questions)
-            joined = Questions(name=f"all {name}", format=name, questions=questions)
+            joined = Questions(name="all", format=name, questions=questions)
             parts.append((joined, sum((rows for _, rows, _ in same), ()), sum(cut for *_, cut in same)))
     return [judged(task, rows, cut) for task, rows, cut in parts]
 

@@ -89,7 +89,7 @@ class Report:
             )
         for one in self.results.choices:
             cut = f", {one.shortened} with a shortened context" if one.shortened else ""
-            notes.append(f"  {one.name}: {one.count} questions ({one.format}){cut}")
+            notes.append(f"  {one.format} {one.name}: {one.count} questions{cut}")
         for one in self.results.last_word:
             notes.append(f"  {one.name}: {one.count} passages")
         seconds = (
@@ -124,7 +124,7 @@ def _figures(results: ModelResults) -> dict[tuple[str, str], Estimate]:
             found[(f"last word {task.name}", name)] = getattr(task, name)
     for task in results.choices:
         for name in ("acc", "acc_norm", "acc_bytes"):
-            found[(f"choices {task.name}", name)] = getattr(task, name)
+            found[(f"{task.format} {task.name}", name)] = getattr(task, name)
     return found
 
 

@@ -2,6 +2,7 @@
 
     convert("smollm2-135m", "models/smollm2")                     an Orbax folder, loaded shard by shard
     convert("models/smollm2", "models/smollm2-hf", to="safetensors", dtype="bfloat16")
+    convert("smollm2-135m", "models/smollm2-mqa", heads=HeadPlan(kv_heads=1, method="align"))
 
 The result has everything to run from: weights under Hugging Face names, config.json, generation_config.json,
 tokenizer and chat template. Tensors go one by one, so host memory stays near the largest of them.
@@ -10,6 +11,7 @@ tokenizer and chat template. Tensors go one by one, so host memory stays near th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,6 +23,7 @@ from checkpoints.regular_file import is_present
 from checkpoints.writing import DEFAULT_SHARD_BYTES, PendingTensor
 from jaxinfer.config import ModelConfig
 from jaxinfer.core import ConfigError
+from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, decide
 from jaxinfer.model import weights
 from jaxinfer.progress import phase
 from jaxinfer.text.chat import find_template
@@ -46,6 +49,8 @@ def convert(
     to: Format = "orbax",
     dtype: Dtype = "auto",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    heads: HeadPlan | None = None,
+    on_heads: Callable[[HeadChange], None] | None = None,
     progress: bool | None = None,
 ) -> Path:
     """Write the model `source` (a path, or a name that was pulled) to the new folder `destination`.
@@ -53,11 +58,14 @@ def convert(
     `dtype` "auto" keeps the type of every tensor; block-quantised weights come as float32, plain FP8 ones as
     bfloat16, which holds each of their values. Tensors that the
     model derives (a tied head, rotary tables) are left out. `max_shard_bytes` bounds a file of safetensors.
-    `progress` False keeps the bar off stderr. Returns `destination`, which is complete or not there.
+    `heads` asks for other KV heads (None: those of the source); `on_heads` is given what it came to, before
+    anything is written. `progress` False keeps the bar off stderr. Returns `destination`, which is complete
+    or not there.
 
     Raises CheckpointError or ConfigError, in one line, when the source is unknown or damaged, its tensors
-    are not those of its config, its tokenizer is damaged, a value does not fit `dtype`, or the destination
-    exists, lies in the source, or cannot be written (a full disk included).
+    are not those of its config, its heads cannot become those of `heads`, its tokenizer is damaged, a value
+    does not fit `dtype`, or the destination exists, lies in the source, or cannot be written (a full disk
+    included).
     """
     _check_choice("to", to, get_args(Format))
     _check_choice("dtype", dtype, get_args(Dtype))
@@ -73,6 +81,11 @@ def convert(
     config = ModelConfig.from_hf(checkpoint.config)
     weights.check_names(config, checkpoint)
     weights.warn_of_another_head(config, checkpoint)
+    if heads is not None:
+        change = decide(checkpoint, heads, progress=progress is not False)
+        if on_heads is not None:
+            on_heads(change)
+        checkpoint, config = Regrouped(checkpoint, change), change.after
     tensors = _tensors(config, checkpoint, dtype)
     write_model(
         destination, checkpoint, tensors, to=to, max_shard_bytes=max_shard_bytes,

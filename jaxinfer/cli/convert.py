@@ -1,12 +1,13 @@
-"""jaxinfer convert: one format of checkpoints to another."""
+"""jaxinfer convert: one format of checkpoints to another, with the model's KV heads or with others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from jaxinfer.cli.head_flags import HeadFlags
 from jaxinfer.cli.terminal import UsageError, text_argument
 
 
@@ -25,11 +26,17 @@ class Convert:
     """Of the weights; auto keeps each as it is (block-quantised ones become float32)."""
     max_shard_gb: float = 2.0
     """Largest file of safetensors, in GB."""
+    heads: HeadFlags = field(default_factory=HeadFlags)
 
     def run(self) -> int:
         if not 0 < self.max_shard_gb < 1e6:
             raise UsageError(f"--max-shard-gb must be more than 0, got {self.max_shard_gb:g}")
+        plan = self.heads.plan()
         from jaxinfer.convert import convert
+        from jaxinfer.heads import HeadChange, lines
+
+        def say(change: HeadChange) -> None:
+            print("\n".join(lines(change)), flush=True)
 
         print(
             convert(
@@ -38,6 +45,8 @@ class Convert:
                 to=self.to,
                 dtype=self.dtype,
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
+                heads=plan,
+                on_heads=say,
             )
         )
         return 0

@@ -1,0 +1,98 @@
+"""What a model's heads do on a text: queries, keys and values of every layer, through `Llama.dense`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoints import Checkpoint
+from jaxinfer.config import ModelConfig
+from jaxinfer.core import ConfigError
+from jaxinfer.heads import calibration_text
+from jaxinfer.model import weights
+from jaxinfer.model.llama import Build
+from jaxinfer.progress import phase
+from jaxinfer.text.errors import TokenizerError
+from jaxinfer.text.tokenizer import load_tokenizer
+from pallas_kernels import Backend
+
+PIECE = 256
+"""Tokens of one text: the calibration text is cut into pieces that are read one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Of one layer, rotated, as attention takes them: q [texts, S, N, H], k and v [texts, S, K, H]."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+def calibration_pieces(checkpoint: Checkpoint, file: Path | None, most_tokens: int) -> np.ndarray:
+    """Up to `most_tokens` tokens of `file` (None: the built-in text), int32 [texts, S] in pieces of at most
+    PIECE tokens; what is left over at the end is not used. Each piece begins as the model's texts do.
+
+    Raises ConfigError for a model without a tokenizer, and for a file that cannot be read or is too short.
+    """
+    try:
+        tokenizer = load_tokenizer(checkpoint.tokenizer_source())
+    except TokenizerError as error:
+        raise ConfigError(f"{checkpoint.path}: the tokenizer cannot be used: {error}") from error
+    if tokenizer is None:
+        raise ConfigError(
+            f"{checkpoint.path}: heads are compared on a calibration text, and the model has no tokenizer to "
+            "read one with; measure 'weights' compares them without"
+        )
+    if file is None:
+        name, text = "the built-in text", calibration_text.TEXT
+    else:
+        name = str(file)
+        try:
+            text = file.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"calibration {file}: cannot be read ({error})") from error
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)[:most_tokens]
+    begin = [tokenizer.bos_id] if tokenizer.adds_bos else []
+    config = ModelConfig.from_hf(checkpoint.config)
+    if ids and max(ids) >= config.vocab_size:
+        raise ConfigError(
+            f"calibration {name}: token {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
+        )
+    length = min(PIECE, config.longest_position) - len(begin)
+    length = min(length, len(ids))
+    if length < 2:
+        raise ConfigError(f"calibration {name}: got {len(ids)} tokens; at least 2 are needed")
+    count = len(ids) // length
+    pieces = np.asarray(ids[: count * length], np.int32).reshape(count, length)
+    first = np.tile(np.asarray(begin, np.int32), (count, 1))
+    return np.concatenate([first, pieces], axis=1) if begin else pieces
+
+
+def activations(checkpoint: Checkpoint, pieces: np.ndarray, *, progress: bool = True) -> list[Activations]:
+    """The model run over `pieces` int32 [texts, S]: what each layer's attention was given, in float32.
+
+    The whole model is loaded for it (float32 on CPU, bfloat16 elsewhere), and let go of before this returns.
+    """
+    config = ModelConfig.from_hf(checkpoint.config)
+    platform = jax.default_backend()
+    dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+    build = Build(dtype, platform, Backend("xla"))  # dense attention is XLA's, whatever the backend
+    total = sum(1 for _ in weights.parameters(config))
+    with phase(f"loading {checkpoint.path.name} to calibrate", total=total, wanted=progress) as advance:
+        graph, state = weights.load_params(config, build, checkpoint, on_tensor=advance)
+
+    model = nnx.merge(graph, state)  # not traced as a whole: one program serves all layers that are equal
+    found: list[list[tuple[np.ndarray, ...]]] = [[] for _ in config.layers]
+    with phase("calibrating", total=len(pieces), wanted=progress) as advance:
+        for piece in pieces:
+            taps = model.dense(jnp.asarray(piece[None]), tapped=True)[1]
+            for layer, tap in zip(found, taps, strict=True):
+                layer.append(tuple(np.asarray(x, np.float32) for x in tap))
+            advance(1)
+    return [Activations(*map(np.stack, zip(*layer, strict=True))) for layer in found]

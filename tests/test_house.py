@@ -54,8 +54,7 @@ ALLOWED = {
     "jaxinfer.lab": {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.model", "jaxinfer.planner", "jaxinfer.runtime",
         "jaxinfer.llm", "jaxinfer.outputs", "jaxinfer.text", "jaxinfer.convert", "jaxinfer.shapes",
-        "jaxinfer.heads",
-        "jaxinfer.progress", "pallas_kernels", "checkpoints",
+        "jaxinfer.heads", "jaxinfer.bench", "jaxinfer.progress", "pallas_kernels", "checkpoints",
     },
     "jaxinfer.server": {"jaxinfer.core", "jaxinfer.llm", "jaxinfer.text", "jaxinfer.engine"},
     "jaxinfer.simulator": {"jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.planner"},

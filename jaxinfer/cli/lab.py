@@ -7,15 +7,20 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
+from jaxinfer.cli.lab_compare import Compare
 from jaxinfer.cli.lab_evaluate import Evaluate
 from jaxinfer.cli.lab_uptrain import Uptrain
 
-Which = Annotated[Uptrain, subcommand("uptrain")] | Annotated[Evaluate, subcommand("evaluate")]
+Which = (
+    Annotated[Uptrain, subcommand("uptrain")]
+    | Annotated[Evaluate, subcommand("evaluate")]
+    | Annotated[Compare, subcommand("compare")]
+)
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Train and evaluate models with fewer KV heads."""
+    """Train, evaluate and compare models with fewer KV heads."""
 
     which: OmitSubcommandPrefixes[OmitArgPrefixes[Which]]
 

@@ -1,0 +1,177 @@
+"""What is computed from the figures of cells: recovered parts, spreads over seeds, Pareto fronts.
+
+Nothing here is measured: everything can be computed again from results.json.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which of (cost, loss) are on the front: no other point is as low in both and lower in one. In order of
+    cost; equal points are all on it or all not."""
+    found, lowest = [], math.inf
+    order = sorted(range(len(points)), key=lambda index: points[index])
+    for index in order:
+        cost, loss = points[index]
+        if loss < lowest:
+            lowest = loss
+            found.append(index)
+        elif found and points[found[-1]] == (cost, loss):
+            found.append(index)
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int | None]:
+    """Of seeds: mean, lowest, highest, standard deviation of the sample (None of fewer than two)."""
+    return {
+        "mean": statistics.fmean(values), "lowest": min(values), "highest": max(values),
+        "deviation": statistics.stdev(values) if len(values) > 1 else None, "count": len(values),
+    }  # fmt: skip
+
+
+def nll(row: Row) -> float | None:
+    """Nats a token of the first text."""
+    return row["figures"]["perplexity"][0]["nll_per_token"]["value"]
+
+
+def perplexity(row: Row) -> float | None:
+    return row["figures"]["perplexity"][0]["per_token"]["value"]
+
+
+def accuracy(row: Row) -> float | None:
+    """Of the last set of questions, which is all of a format where there are several files of one."""
+    choices = row["figures"]["choices"]
+    return choices[-1]["acc"]["value"] if choices else None
+
+
+def done(cells: Iterable[Row], kind: str = "quality") -> list[Row]:
+    return [row for row in cells if row["kind"] == kind and row["status"] == "done"]
+
+
+def recoveries(cells: Sequence[Row]) -> list[Row]:
+    """For each variant, method, span and number of tokens, over seeds, how much of what the conversion lost
+    came back:
+
+      recovered_nats        (converted - uptrained) / (converted - original), in nats a token
+      recovered_perplexity  the same of perplexities
+      beyond_control        1 - (uptrained - control) / (converted - original), in nats: the control is the
+                            original, trained on the same tokens, so that what both learn of the texts does
+                            not count as recovery
+
+    A figure is None where a cell that it needs is missing, or the conversion lost nothing.
+    """
+    rows = done(cells)
+    found: dict[tuple, Row] = {}
+    for row in rows:
+        if row["role"] != "uptrained":
+            continue
+        span = row["span"]
+        original = _only(rows, role="original", span=span)
+        same = {"variant": row["variant"], "method": row["method"], "span": span}
+        converted = _only(rows, role="converted", seed=row["seed"], **same) or _only(
+            rows, role="converted", seed=None, **same
+        )
+        control = _only(rows, role="control", tokens=row["tokens"], seed=row["seed"], span=span)
+        key = (row["variant"], row["method"], span, row["tokens"])
+        entry = found.setdefault(
+            key, {**same, "tokens": row["tokens"], "seeds": [], "nats": [], "ppl": [], "beyond": []}
+        )
+        entry["seeds"].append(row["seed"])
+        entry["nats"].append(_part(nll, converted, row, converted, original))
+        entry["ppl"].append(_part(perplexity, converted, row, converted, original))
+        left = _part(nll, row, control, converted, original)
+        entry["beyond"].append(None if left is None else 1 - left)
+    return [
+        {
+            "variant": entry["variant"], "method": entry["method"], "span": entry["span"],
+            "tokens": entry["tokens"], "seeds": entry["seeds"],
+            "recovered_nats": _over_seeds(entry["nats"]), "recovered_perplexity": _over_seeds(entry["ppl"]),
+            "beyond_control": _over_seeds(entry["beyond"]),
+        }
+        for entry in found.values()
+    ]  # fmt: skip
+
+
+def _only(rows: Sequence[Row], **wanted: Any) -> Row | None:
+    return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
+
+
+def _part(figure, above: Row | None, below: Row | None, whole: Row | None, least: Row | None) -> float | None:
+    """(above - below) / (whole - least); None where one is missing or nothing was lost."""
+    values = [None if row is None else figure(row) for row in (above, below, whole, least)]
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    a, b, w, low = known
+    return (a - b) / (w - low) if w > low else None
+
+
+def _over_seeds(values: Sequence[float | None]) -> dict[str, float | int | None] | None:
+    known = [value for value in values if value is not None]
+    return spread(known) if known else None
+
+
+def groups(cells: Sequence[Row]) -> list[Row]:
+    """Cells that differ in their seed alone as one: spreads of nats, perplexity and accuracy."""
+    found: dict[tuple, list[Row]] = {}
+    for row in done(cells):
+        key = (row["role"], row["variant"], row["method"], row["tokens"], row["span"])
+        found.setdefault(key, []).append(row)
+    result = []
+    for (role, variant, method, tokens, span), rows in found.items():
+        first = rows[0]["figures"]
+        agreements = [row["figures"]["agreement"] for row in rows]
+        result.append(
+            {
+                "role": role, "variant": variant, "method": method, "tokens": tokens, "span": span,
+                "kv_bytes_per_token": first["shape"]["kv_bytes_per_token"],
+                "kv_heads": first["shape"]["kv_heads"],
+                "stderr": first["perplexity"][0]["nll_per_token"]["stderr"],
+                "nats": _over_seeds([nll(row) for row in rows]),
+                "perplexity": _over_seeds([perplexity(row) for row in rows]),
+                "accuracy": _over_seeds([accuracy(row) for row in rows]),
+                "same_next": _over_seeds([_agreement(a, "same_next") for a in agreements]),
+                "kl": _over_seeds([_agreement(a, "kl") for a in agreements]),
+            }
+        )  # fmt: skip
+    return result
+
+
+def _agreement(agreement: Row | None, figure: str) -> float | None:
+    return None if agreement is None or agreement[figure] is None else agreement[figure]["value"]
+
+
+def best(cells: Sequence[Row], speeds: Sequence[Row]) -> list[Row]:
+    """Of each variant (None: the original) and span, the model with the least nats, with what it costs: KV
+    bytes a token; predicted seconds a token and largest batch at the longest context. `fronts` names the
+    costs on whose Pareto front it is."""
+    kept: dict[tuple, Row] = {}
+    for group in groups(cells):
+        if group["role"] == "control" or group["nats"] is None:
+            continue
+        key = (group["variant"], group["span"])
+        if key not in kept or group["nats"]["mean"] < kept[key]["nats"]["mean"]:
+            kept[key] = group
+    rows = []
+    for group in kept.values():
+        timed = _only(done(speeds, "speed"), variant=group["variant"], span=group["span"])
+        last = None if timed is None else timed["figures"]["predicted"][-1]
+        rows.append(
+            {
+                **group, "tpot_s": None if last is None else last["tpot_s"],
+                "largest_batch": None if last is None else last["largest_batch"],
+                "context": None if last is None else last["context"], "fronts": [],
+            }
+        )  # fmt: skip
+    for cost, sign in (("kv_bytes_per_token", 1), ("tpot_s", 1), ("largest_batch", -1)):
+        known = [row for row in rows if row[cost] is not None]
+        for index in pareto_front([(sign * row[cost], row["nats"]["mean"]) for row in known]):
+            known[index]["fronts"].append(cost)
+    return rows

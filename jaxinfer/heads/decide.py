@@ -58,10 +58,12 @@ class HeadChange:
 def decide(checkpoint: Checkpoint, plan: HeadPlan, *, progress: bool = True) -> HeadChange:
     """Raises ConfigError for counts that the plan's groups cannot have, or a text that cannot be run."""
     config = ModelConfig.from_hf(checkpoint.config)
+    old = [layer.num_kv_heads for layer in config.layers]
     _check_layers(config, plan)
     if plan.method == "repeat":
         return _repeat(config, plan)
-    old = [layer.num_kv_heads for layer in config.layers]
+    if plan.kv_budget is not None:
+        budget.total_of(plan.kv_budget, old)  # told before a model is run
     stated = None if plan.kv_budget is not None else _counts(config, plan)
     choices = None if stated is None else _limits(config, plan, old, stated)
     measured: Sequence[calibrate.Activations | None] = [None] * len(old)
@@ -96,8 +98,12 @@ def _check_layers(config: ModelConfig, plan: HeadPlan) -> None:
         stated = getattr(plan, name)
         if isinstance(stated, tuple) and len(stated) != config.num_layers:
             raise ConfigError(f"{name} has {len(stated)} entries for the model's {config.num_layers} layers")
+    maps = []
     for index, members in enumerate(plan.groups or ()):
         groups.check_members(members, config.layers[index].num_kv_heads, index)
+        maps.append(groups.merged(members, config.num_heads // config.layers[index].num_kv_heads))
+    if maps:
+        groups.query_heads(maps, config.num_heads)
 
 
 def _counts(config: ModelConfig, plan: HeadPlan) -> list[int]:

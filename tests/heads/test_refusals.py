@@ -19,8 +19,10 @@ from jaxinfer.convert import convert
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadPlan, decide
 
-sys.path += [str(Path(__file__).parent.parent / "checkpoints")]
+# Helpers of two rooms' own tests.
+sys.path += [str(Path(__file__).parent.parent / room) for room in ("checkpoints", "text")]
 from gguf_writing import random_weights, write_gguf
+from small_tokenizers import small_source
 
 PLANS: list[tuple[dict[str, Any], str]] = [
     ({}, "one of kv_heads, kv_budget and groups .* got none"),
@@ -117,7 +119,18 @@ def test_the_text_and_the_seed_that_are_given_are_used(tmp_path: Path) -> None:
 
 
 def test_a_quantised_gguf_is_what_its_folder_is(tmp_path: Path) -> None:
-    gguf = write_gguf(tmp_path / "tiny.gguf", random_weights(), block_type=BlockType.Q8_0)
+    text = small_source()
+    assert text.token_types is not None
+    fields = {
+        "tokenizer.ggml.model": text.model, "tokenizer.ggml.pre": text.pre,
+        "tokenizer.ggml.merges": list(text.merges),
+        "tokenizer.ggml.token_type": text.token_types.tolist(),
+        "tokenizer.ggml.eos_token_id": text.eos_token_ids[0],
+    }  # fmt: skip
+    gguf = write_gguf(
+        tmp_path / "tiny.gguf", random_weights(vocab=len(text.tokens)), block_type=BlockType.Q8_0,
+        fields=fields, tokens=list(text.tokens),
+    )  # fmt: skip
     plain = convert(gguf, tmp_path / "plain", to="safetensors")
     plan = HeadPlan(kv_heads=1, method="svd", measure="weights")
     one = convert(gguf, tmp_path / "one", to="safetensors", heads=plan)

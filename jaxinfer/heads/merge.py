@@ -26,6 +26,8 @@ each pair; +1 or -1 for each of the H numbers."""
 
 ROUNDS = 50
 """Most rounds of aligning to a mean that moves itself; a handful is enough."""
+ENOUGH = 1e-5
+"""Share by which a round must gain for another to follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,16 @@ def aligned(moments: np.ndarray, freedom: Freedom) -> Fold:
     count = len(moments)
     nearest = _NEAREST[freedom]
     largest = int(np.argmax(np.einsum("jaja->j", moments)))
-    turns = np.stack([nearest(moments[largest, :, j]) for j in range(count)])
+    whole, width = moments.reshape(count * len(moments[0]), -1), len(moments[0])
+    turns, reached = np.stack([nearest(moments[largest, :, j]) for j in range(count)]), -np.inf
     for _ in range(ROUNDS):
-        towards = np.einsum("iab,ibjc->jac", turns, moments) / count  # of the mean with each head
-        new = np.stack([nearest(each) for each in towards])
-        moved = np.abs(new - turns).max()
-        turns = new
-        if moved < 1e-9:
+        side_by_side = turns.transpose(1, 0, 2).reshape(width, -1)  # [H, m H]
+        towards = (side_by_side @ whole).reshape(width, count, width).transpose(1, 0, 2)  # sum with each head
+        turns = np.stack([nearest(each) for each in towards])
+        agreement = float(np.sum(turns * towards))
+        if agreement <= reached + ENOUGH * abs(agreement):
             break
+        reached = agreement
     # One turn of all together changes nothing: the largest head is left as it is, so that equal heads are.
     turns = np.einsum("ba,jbc->jac", turns[largest], turns)
     return Fold(turns / count, turns.transpose(0, 2, 1))

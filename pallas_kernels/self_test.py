@@ -26,20 +26,22 @@ LEAST_KEYS = 2048
 """Of the longest row: several parts to be merged, and each of more blocks than are under way at a time."""
 
 
-def failures(backend: Backend, geometries: Iterable[Geometry], windows: Iterable[int | None]) -> str:
+def failures(
+    backend: Backend, geometries: Iterable[Geometry], windows: Iterable[int | None], sinks: int = 0
+) -> str:
     """The first `failure` over every geometry and window of a model's layers, or ""."""
     windows = tuple(windows)
-    tests = (failure(backend, geometry, window) for geometry in geometries for window in windows)
+    tests = (failure(backend, geometry, window, sinks) for geometry in geometries for window in windows)
     return next(filter(None, tests), "")
 
 
-def failure(backend: Backend, geometry: Geometry, window: int | None = None) -> str:
+def failure(backend: Backend, geometry: Geometry, window: int | None = None, sinks: int = 0) -> str:
     """Run decoding rows, chunks and padding of this geometry (NaN wherever nobody may look) and compare with
     the reference: what is wrong in one line, or "".
 
     Rows have up to 2048 keys, or 8 pages, and chunks 48 tokens. There are as many decode rows as make a row's
     keys several long parts where parts are for busy multiprocessors; most rows are padding. A window that
-    would hide nothing is a smaller one here.
+    would hide nothing is a smaller one here, and has `sinks` beside it, or as many.
     """
     size = geometry.page_size
     pages = max(8, -(-LEAST_KEYS // size))
@@ -48,7 +50,7 @@ def failure(backend: Backend, geometry: Geometry, window: int | None = None) -> 
     case = StepCase(
         geometry.heads, geometry.kv_heads, geometry.width, size, pages, decode_rows, chunk_tokens=48,
         chunk_rows=2, window=None if window is None else min(window, most // 3), dtype=geometry.dtype,
-        kv_dtype=geometry.kv_dtype,
+        kv_dtype=geometry.kv_dtype, sinks=0 if window is None else min(sinks, most // 3),
     )  # fmt: skip
     decodes, chunks = (1, most, 0, size + 1, most - size // 2), ((0, 21), (most - 30, 19))
     try:

@@ -60,7 +60,7 @@ def choose_attention(config: EngineConfig, model: ModelConfig) -> Attention:
             raise ConfigError(str(reason)) from None
         reason = ""
         if device.platform == "gpu":
-            reason = self_test.failures(backend, [*geometries, *by_head], windows)
+            reason = self_test.failures(backend, [*geometries, *by_head], windows, model.sinks)
         if not reason:
             break
         said = f"attention backend {backend.name!r} fails its test on {device.kind}: it {reason}"

@@ -158,6 +158,7 @@ def engine_over(runner: JaxRunner, options: dict[str, Any] | None = None, **chan
         "max_model_len": runner.table_width * runner.page_size,
         "vocab_size": runner.config.vocab_size,
         "eos_token_ids": frozenset(runner.config.eos_token_ids),
+        "stateful": bool(runner.config.linear_layers),
     }
     return LLM.from_parts(
         runner,

@@ -76,6 +76,7 @@ def plan_of(kind: StepKind, step: int, runner: JaxRunner) -> StepPlan:
         Slice(
             uid=row, start=start, tokens=(1,) * count, emit=kind.emit, num_prompt=start + count,
             pages=tuple(itertools.islice(pages, -(-(start + count) // size))),
+            state_place=row + 1 if runner.num_states else 0,
         )
         for row, (start, count) in enumerate(kind.spans)
     )  # fmt: skip

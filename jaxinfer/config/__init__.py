@@ -4,7 +4,8 @@
 """
 
 from jaxinfer.config.engine import EngineConfig
-from jaxinfer.config.model import LayerConfig, ModelConfig
+from jaxinfer.config.favor import Favor
+from jaxinfer.config.model import LayerConfig, ModelConfig, shown_layers
 from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from jaxinfer.config.spans import (
     AttentionSpan,
@@ -29,6 +30,7 @@ __all__ = [
     "AttentionSpan",
     "DynamicRope",
     "EngineConfig",
+    "Favor",
     "LayerConfig",
     "LinearRope",
     "Llama3Rope",
@@ -48,4 +50,5 @@ __all__ = [
     "most_emitting",
     "sample_ladder",
     "shape_ladder",
+    "shown_layers",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.config.favor import Favor
 from jaxinfer.config.hugging_face_rope import rope_from_hf
 from jaxinfer.config.keys import Keys
 from jaxinfer.config.model import MAX_LAYERS, LayerConfig, ModelConfig
@@ -209,6 +210,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     rotary = _rotary(keys, layers) if family.skips_rope else (True,) * layers
     windows = family.windows(keys, layers, rotary)
     kv_heads = _kv_heads(keys, family, heads, layers)
+    favors = _favors(keys, windows)
     head_dim = keys.optional_integer("head_dim", absent=family.head_dim)
     if head_dim is None and width % heads:
         raise ConfigError(
@@ -232,7 +234,10 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=keys.integer("intermediate_size"),
         num_heads=heads,
         head_dim=head_dim,
-        layers=tuple(map(LayerConfig, kv_heads, windows, rotary)),
+        layers=tuple(
+            LayerConfig(count, window, rotates, favor=favor)
+            for count, window, rotates, favor in zip(kv_heads, windows, rotary, favors, strict=True)
+        ),
         max_position=_longest(rope, max_position),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope=rope,
@@ -287,6 +292,42 @@ def _kv_heads(keys: Keys, family: Family, heads: int, layers: int) -> list[int]:
             return [Keys({key: each}, "config.json").integer(key) for each in value]
     absent = family.kv_heads if "num_key_value_heads" not in keys.config else None
     return [keys.integer("num_key_value_heads", absent or heads)] * layers
+
+
+LINEAR_ATTENTION = "linear_attention"
+"""This project's own key: {"layers": [3, 7], "features": 128, "seed": 0}, as `jaxinfer convert` writes it.
+Other programs pass it over and run softmax attention in those layers, too."""
+
+
+def _favors(keys: Keys, windows: list[int | None]) -> list[Favor | None]:
+    """By layer: how those of `linear_attention` draw their features; None for the others."""
+    favors: list[Favor | None] = [None] * len(windows)
+    stated = keys.config.get(LINEAR_ATTENTION)
+    if stated is None:
+        return favors
+    if not isinstance(stated, Mapping) or not set(stated) <= {"layers", "features", "seed"}:
+        raise ConfigError(
+            f"config.json: {LINEAR_ATTENTION} must hold layers, features and seed; got {_shown(stated)}"
+        )
+    listed, last = stated.get("layers"), len(windows) - 1
+    if (
+        not isinstance(listed, list)
+        or any(type(index) is not int or not 0 <= index <= last for index in listed)
+        or len(set(listed)) != len(listed)
+    ):
+        raise ConfigError(
+            f"config.json: {LINEAR_ATTENTION} must list layers, each once, of 0 to {last}; "
+            f"got {_shown(listed)}"
+        )
+    favor = Favor(**{name: stated[name] for name in ("features", "seed") if name in stated})
+    for index in listed:
+        if windows[index] is not None:
+            raise ConfigError(
+                f"config.json: layer {index} has a sliding window of {windows[index]}, and linear attention "
+                f"cannot forget what has left it; leave it out of {LINEAR_ATTENTION}"
+            )
+        favors[index] = favor
+    return favors
 
 
 def _rotary(keys: Keys, layers: int) -> tuple[bool, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.config.favor import Favor
 from jaxinfer.config.rope import DynamicRope, LinearRope, Rope
 from jaxinfer.config.spans import AttentionSpan, PageSpan, TopPages, WindowSpan
 from jaxinfer.core import ConfigError
@@ -22,6 +23,8 @@ class LayerConfig:
     `rotary`: whether q and k are rotated (SmolLM3 leaves some layers without: NoPE, 2305.19466).
     `sinks` first keys are seen beside a window; `top_pages`: queries choose pages. No checkpoint has these
     two: see `config.spans`.
+    `favor`: linear attention in place of softmax's (None), over a state of fixed size; such a layer has no
+    pages, and sees all.
     """
 
     num_kv_heads: int
@@ -29,6 +32,7 @@ class LayerConfig:
     rotary: bool = True
     sinks: int = 0
     top_pages: TopPages | None = None
+    favor: Favor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class ModelConfig:
             others = layer.window is not None or layer.top_pages is not None
             assert not (others and self.page_span), f"{self.page_span} beside what {layer} sees"
             assert not (layer.window and layer.top_pages), f"{layer.top_pages} beside a window"
+            assert not (layer.favor and (others or self.page_span)), f"{layer} sees all, whatever spans say"
             if self.num_heads % layer.num_kv_heads:
                 raise ConfigError(
                     f"model config: num_attention_heads {self.num_heads} is not a multiple of "
@@ -91,9 +96,15 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """The largest window of all layers: K/V further back are never read again. None: a layer sees all."""
-        windows = [layer.window for layer in self.layers]
-        return None if None in windows else max(w for w in windows if w is not None)
+        """The largest window of all layers with pages: K/V further back are never read again. None: one of
+        them sees all, or there is none."""
+        windows = [layer.window for layer in self.layers if layer.favor is None]
+        return None if None in windows else max((w for w in windows if w is not None), default=None)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Which layers keep a state for each sequence, and no pages."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.favor is not None)
 
     @property
     def sinks(self) -> int:
@@ -101,9 +112,11 @@ class ModelConfig:
         return max(layer.sinks for layer in self.layers)
 
     def spanned(self, span: AttentionSpan) -> ModelConfig:
-        """The same model with every layer's queries seeing what `span` says, to be served or trained.
+        """The same model with every layer's queries seeing what `span` says, to be served or trained. Layers
+        of linear attention have no keys to choose from: they go on to see all.
 
-        Raises ConfigError for a model whose layers have windows of their own: a span is one for all layers.
+        Raises ConfigError for a model whose layers have windows of their own: a span is one for all layers;
+        and for one of linear attention alone, or beside pages of BigBird, which cut texts into rows.
         """
         windows = [layer.window for layer in self.layers]
         if any(windows) or self.page_span is not None:
@@ -112,10 +125,18 @@ class ModelConfig:
                 f"attention_span: the layers of this model have spans of their own (windows: {shown}), and a "
                 "span is one for all layers; leave attention_span out"
             )
+        linear = self.linear_layers
+        if len(linear) == self.num_layers or (linear and isinstance(span, PageSpan)):
+            raise ConfigError(
+                f"attention_span: layers {shown_layers(linear)} have linear attention, which sees all of a "
+                "text in its order; take a window for the other layers, or leave attention_span out"
+            )
         if isinstance(span, PageSpan):
             return dataclasses.replace(self, page_span=span)
         layers = list(self.layers)
         for index, layer in enumerate(layers):
+            if layer.favor is not None:
+                continue
             if isinstance(span, WindowSpan):
                 layers[index] = dataclasses.replace(layer, window=span.window, sinks=span.sinks)
             elif index >= span.skip:
@@ -135,8 +156,18 @@ class ModelConfig:
         return self.max_position
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V of one token: 2 · H · itemsize · (K summed over layers)."""
-        return 2 * sum(layer.num_kv_heads for layer in self.layers) * self.head_dim * itemsize
+        """Bytes of K and V of one token: 2 · H · itemsize · (K summed over layers with pages)."""
+        paged = (layer.num_kv_heads for layer in self.layers if layer.favor is None)
+        return 2 * sum(paged) * self.head_dim * itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that each running sequence keeps in layers of linear attention, however long it is: float32,
+        r features of (H + 2) numbers for each KV head."""
+        numbers = (
+            layer.num_kv_heads * layer.favor.features for layer in self.layers if layer.favor is not None
+        )
+        return sum(numbers) * (self.head_dim + 2) * 4
 
     @property
     def num_params(self) -> int:
@@ -164,6 +195,11 @@ class ModelConfig:
 
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 4096
 """No dimension is larger (int32 indexes) and no model deeper: a damaged config.json may claim anything."""
+
+
+def shown_layers(layers: Sequence[int]) -> str:
+    """Layers as messages name them: the first eight."""
+    return ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
 
 
 def _check_size(name: str, value: Any) -> None:

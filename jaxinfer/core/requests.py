@@ -35,6 +35,8 @@ class Limits:
     at position p sees the keys p - W + 1 .. p and the first `sinks`, and no layer sees more; None: some layer
     sees everything.
     `sampled_vocab` counts the ids, from 0 on, that the sampler can choose; None: all `vocab_size`.
+    `stateful`: some layer keeps a state of each running sequence, in one of `max_num_seqs` places, which is
+    that of all its tokens so far: nobody else can begin from it, and no token may be run twice.
     """
 
     num_pages: int
@@ -47,6 +49,7 @@ class Limits:
     window: int | None = None
     sampled_vocab: int | None = None
     sinks: int = 0
+    stateful: bool = False
 
     @property
     def usable_pages(self) -> int:
@@ -117,6 +120,7 @@ class Sequence:
     cached_tokens: int = 0
     pages: list[int] = field(default_factory=list)
     released: int = 0
+    state_place: int = 0  # where it has its state while it runs, from 1 on, if `Limits.stateful`
     cursor: object = None  # where the prefix cache has got to with this sequence
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

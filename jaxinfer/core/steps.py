@@ -30,7 +30,8 @@ class Slice:
     the sequence and the step samples the token at position `start + count` as its Draw says. `chained`: the
     one token (0 in `tokens`) is what the step before samples for this sequence. `num_prompt` is the length of
     the sequence's prompt. `scored` k asks for the logprobs of the prompt tokens that follow the slice's own
-    ones, with k alternatives.
+    ones, with k alternatives. `state_place`: where layers of linear attention keep the state of the sequence
+    (`Limits.stateful`); a slice that starts at 0 begins from none, whatever that place holds.
     """
 
     uid: int
@@ -42,6 +43,7 @@ class Slice:
     chained: bool = False
     scored: int | None = None
     targets: tuple[int, ...] = ()
+    state_place: int = 0
     epoch: int = 0  # the sequence's when this was planned; the engine's own business
 
     @property

@@ -76,5 +76,6 @@ def _slice(sequence: Sequence, count: int) -> Slice:
         chained=chained,
         scored=sequence.request.sampling.prompt_logprobs if targets else None,
         targets=targets,
+        state_place=sequence.state_place,
         epoch=sequence.epoch,
     )

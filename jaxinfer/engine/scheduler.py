@@ -93,7 +93,8 @@ class Scheduler:
         self.limits = limits
         self.clock = clock
         self.policy = policy
-        self.tables = PageTables(limits, prefix_caching=prefix_caching and limits.window is None)
+        cacheable = limits.window is None and not limits.stateful
+        self.tables = PageTables(limits, prefix_caching=prefix_caching and cacheable)
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue()
         self.preemptions = 0
@@ -195,6 +196,8 @@ class Scheduler:
             if sequence.uid in self._suspects or not draft.budget:
                 return
             siblings = [s for s in self.running if s.request is sequence.request]
+            if self.limits.stateful:
+                siblings = []  # their pages are of no use without the state that belongs to them
             if any(s.computed < s.num_prompt for s in siblings):
                 return  # the prompt is being computed already: soon it is there to share
             # Copies are read before any is written: not from a page that is itself being filled by one.
@@ -362,7 +365,8 @@ class Scheduler:
         return [Outcome(sequence) for sequence in current.values()]
 
     def undo(self, plan: StepPlan) -> None:
-        """A plan did not run, and the pages are as they were: forget it."""
+        """A plan did not run, or nobody reads what came of it, and the pages are as they were: forget it. A
+        sequence with a state begins anew: its tokens may be in the state already, and must not be twice."""
         self.retire(plan)
         uncopied = {target for _, target in plan.copies}
         current = self.current(plan)
@@ -371,7 +375,9 @@ class Scheduler:
                 current[piece.uid].ahead -= piece.count
                 current[piece.uid].drawing -= piece.emit
         for sequence in tuple(self.running):
-            if uncopied.intersection(sequence.pages):  # one of its pages was to be filled by this step
+            # One of its pages was to be filled by this step.
+            unfilled = uncopied.intersection(sequence.pages)
+            if unfilled or (self.limits.stateful and sequence.uid in current):
                 self._requeue(sequence)
 
     def abandon(self) -> None:

@@ -1,4 +1,5 @@
-"""The pages of each sequence: taken, shared, found in the prefix cache, copied and given back."""
+"""The pages of each sequence: taken, shared, found in the prefix cache, copied and given back; and the place
+of its state, in a model that keeps one."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ from jaxinfer.engine.prefix import Match, Node, PrefixCache
 
 
 class PageTables:
-    """Every change of `Sequence.pages` happens here.
+    """Every change of `Sequence.pages` and `state_place` happens here.
 
     Steps run on the device in the order of their dispatch, each on the KV state that the one before left.
     So a page that is given back while a step in flight still writes it may be handed out at once: whoever
     gets it writes it in a later step. Only full pages below `computed` enter the prefix cache, and no step
-    in flight writes those.
+    in flight writes those. A place for a state is handed on in the same way: its next owner starts at 0, and
+    a state begins there from nothing.
     """
 
     def __init__(self, limits: Limits, *, prefix_caching: bool):
         self.limits = limits
         self.pool = PagePool(limits.num_pages)
         self.cache = PrefixCache(self.pool, limits.page_size) if prefix_caching else None
+        # A stack; none where sequences have no state: their place is 0.
+        self._places = list(range(limits.max_num_seqs, 0, -1)) if limits.stateful else []
 
     # ----------------------------------------------------------------------------------- starting
 
@@ -50,6 +54,9 @@ class PageTables:
     def start(self, sequence: Sequence, found: Found) -> tuple[int, int] | None:
         """Give a sequence that holds nothing what was found; returns the pages (from, to) to copy, if any."""
         assert not sequence.pages, f"{sequence} holds pages"
+        if self.limits.stateful:
+            assert not found.total, f"{found.total} tokens of {sequence} are in pages, and in no state"
+            sequence.state_place = self._places.pop()
         if found.match is not None and self.cache is not None:
             sequence.cursor = self.cache.take(found.match)
         else:
@@ -107,6 +114,9 @@ class PageTables:
         pages = self._held(sequence)
         sequence.pages, sequence.released, sequence.cursor = [], 0, None
         self.pool.free(reversed(pages))
+        if sequence.state_place:
+            self._places.append(sequence.state_place)
+            sequence.state_place = 0
 
     def forget(self, sequence: Sequence) -> None:
         """What a sequence computed is not to be trusted: take its pages out of the prefix cache."""
@@ -144,6 +154,10 @@ class PageTables:
             problems.append(
                 f"{self.pool} but tables hold {len(holders)}; counts differ at {sorted(wrong)[:8]}"
             )
+        places = self._places + [s.state_place for s in running if s.state_place]
+        all_places = range(1, self.limits.max_num_seqs + 1) if self.limits.stateful else ()
+        if sorted(places) != list(all_places) or (places and any(not s.state_place for s in running)):
+            problems.append(f"places of states are lost, or held twice: {sorted(places)[:32]}")
         for s in running:
             unseen = self._unseen(s.computed)
             if s.released != len(unseen) or any(s.pages[index] for index in unseen):

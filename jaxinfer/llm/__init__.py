@@ -28,7 +28,7 @@ from jaxinfer.arguments import (
     options_each,
     sampling_over,
 )
-from jaxinfer.config import DynamicRope, EngineConfig, ModelConfig
+from jaxinfer.config import DynamicRope, EngineConfig, ModelConfig, shown_layers
 from jaxinfer.core import (
     Limits,
     Request,
@@ -447,6 +447,11 @@ def _no_prefix_caching(limits: Limits, model: ModelConfig | None) -> str | None:
         return "every layer has a sliding window, and pages behind it are given back"
     if model is not None and any(layer.top_pages and layer.top_pages.start is None for layer in model.layers):
         return "an answer's queries choose pages and a prompt's do not: the same text has other K/V in each"
+    if model is not None and model.linear_layers:
+        return (
+            f"layers {shown_layers(model.linear_layers)} have linear attention, and the state after a text is of "
+            "no use to one that departs from it before its end"
+        )
     if model is not None and isinstance(model.rope, DynamicRope):
         original = model.rope.original_max_position
         if limits.max_model_len > original:

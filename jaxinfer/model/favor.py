@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.config.favor import Favor
+from jaxinfer.config import Favor
 from pallas_kernels import RaggedBatch
 
 NOTHING = -1e30
@@ -94,10 +94,12 @@ def _orthogonal(rows: np.ndarray) -> np.ndarray:
     return result
 
 
-def empty(shape: tuple[int, ...], width: int) -> FavorState:
+def nothing(shape: tuple[int, ...], width: int) -> FavorState:
     """The state before the first token; shape (..., K, r)."""
     return FavorState(
-        jnp.zeros((*shape, width), jnp.float32), jnp.zeros(shape, jnp.float32), jnp.full(shape, NOTHING)
+        jnp.zeros((*shape, width), jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.full(shape, NOTHING, jnp.float32),
     )
 
 
@@ -161,11 +163,12 @@ def attend_texts(q: jax.Array, k: jax.Array, v: jax.Array, favor: Favor, scale: 
         return x.reshape(texts, -1, run, *x.shape[2:]).swapaxes(0, 1)
 
     def body(state: FavorState, given: tuple[jax.Array, ...]) -> tuple[FavorState, jax.Array]:
-        *qkv, real = given
-        attended, state = jax.vmap(lambda *x: advance(*x, real, favor, scale))(state, *qkv)
+        q, k, v, real = given
+        one = functools.partial(advance, real=real, favor=favor, scale=scale)
+        attended, state = jax.vmap(one)(state, q, k, v)
         return state, attended
 
-    start = empty((texts, k.shape[2], favor.features), width)
+    start = nothing((texts, k.shape[2], favor.features), width)
     _, attended = lax.scan(body, start, (runs(q), runs(k), runs(v), real.reshape(-1, run)))
     return attended.swapaxes(0, 1).reshape(texts, -1, *q.shape[2:])[:, :length].astype(q.dtype)
 
@@ -191,13 +194,13 @@ def attend_rows(
     tokens, dtype = q.shape[0], q.dtype
     parts = []
     if decode_rows:
-        ones = [x[:decode_rows, None] for x in (q, k, v)]
-        held = _held(states, places[:decode_rows], batch.positions[:decode_rows] == 0)
+        own = places[:decode_rows]
+        held = _held(states, own, batch.positions[:decode_rows] == 0)
         real = batch.token_row[:decode_rows, None] >= 0
-        attended, held = jax.vmap(lambda *x: advance(*x, favor, scale))(held, *ones, real)
-        states = FavorState(
-            *(x.at[places[:decode_rows]].set(new) for x, new in zip(states, held, strict=True))
-        )
+        one = functools.partial(advance, favor=favor, scale=scale)
+        row_q, row_k, row_v = (x[:decode_rows, None] for x in (q, k, v))
+        attended, held = jax.vmap(one)(held, row_q, row_k, row_v, real)
+        states = FavorState(*(x.at[own].set(new) for x, new in zip(states, held, strict=True)))
         parts.append(attended[:, 0])
     if decode_rows < tokens:
         attended, states = _tiles(q, k, v, states, batch, places, favor, scale)
@@ -208,10 +211,10 @@ def attend_rows(
 def _held(states: FavorState, places: jax.Array, begins: jax.Array) -> FavorState:
     """The states at `places`, those of rows that begin emptied; both of one shape, () or [rows]."""
     found = FavorState(*(x[places] for x in states))
-    before = empty(found.totals.shape, found.sums.shape[-1])
+    before = nothing(found.totals.shape, found.sums.shape[-1])
 
-    def chosen(empty: jax.Array, held: jax.Array) -> jax.Array:
-        return jnp.where(begins.reshape(begins.shape + (1,) * (held.ndim - begins.ndim)), empty, held)
+    def chosen(new: jax.Array, held: jax.Array) -> jax.Array:
+        return jnp.where(begins.reshape(begins.shape + (1,) * (held.ndim - begins.ndim)), new, held)
 
     return FavorState(*map(chosen, before, found))
 
@@ -242,9 +245,9 @@ def _tiles(
             out, states = carry
             row, start, count = batch.tiles[index][number]
             real = jnp.arange(size) < count
-            qkv = (lax.dynamic_slice_in_dim(x, start, size) for x in (q, k, v))
             held = _held(states, places[row], positions[start] == 0)
-            attended, held = advance(held, *qkv, real, favor, scale)
+            tile_q, tile_k, tile_v = (lax.dynamic_slice_in_dim(x, start, size) for x in (q, k, v))
+            attended, held = advance(held, tile_q, tile_k, tile_v, real, favor, scale)
             # Tokens past the tile belong to another row, perhaps already done: keep what is there.
             old = lax.dynamic_slice_in_dim(out, start, size)
             attended = jnp.where(real[:, None, None], attended, old)

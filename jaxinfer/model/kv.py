@@ -1,4 +1,5 @@
-"""The device state of the engine: K and V pages of every layer, as a pytree that each step replaces.
+"""The device state of the engine: K and V pages of every layer (of linear attention: a state for each
+sequence), as a pytree that each step replaces.
 
 This file alone knows the page layout, [M, K, Z, H] (HND): the K/V of one head and page are one slab, which
 is what GPU kernels load and what the CPU path copies.
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxinfer.config import ModelConfig
+from jaxinfer.model import favor
+from jaxinfer.model.favor import FavorState
 from pallas_kernels import PageBounds, Pages
 
 
@@ -21,11 +24,13 @@ class KVState(NamedTuple):
     """k[l], v[l]: [M, K, Z, H] of layer l, which has a K of its own; int8 pages bring their scales. A tuple
     over layers, so that donated pages are updated in place (a scan over a stacked array would copy the pool)
     and layers may differ. bounds[l]: what layers whose queries choose pages keep of each; None elsewhere, ()
-    where no layer does."""
+    where no layer does. states[l]: what layers of linear attention keep in place of pages, which have K = 0
+    there and take no bytes; None elsewhere, () where there are none."""
 
     k: tuple[Pages, ...]
     v: tuple[Pages, ...]
     bounds: tuple[PageBounds | None, ...] = ()
+    states: tuple[FavorState | None, ...] = ()
 
     @property
     def page_size(self) -> int:
@@ -47,33 +52,45 @@ class LayerKV(NamedTuple):
     k: Pages
     v: Pages
     bounds: PageBounds | None = None
+    state: FavorState | None = None
 
 
 def by_layer(kv: KVState) -> list[LayerKV]:
-    return list(map(LayerKV, kv.k, kv.v, kv.bounds or (None,) * len(kv.k)))
+    none = (None,) * len(kv.k)
+    return list(map(LayerKV, kv.k, kv.v, kv.bounds or none, kv.states or none))
 
 
 def from_layers(layers: Sequence[LayerKV]) -> KVState:
     bounds = tuple(layer.bounds for layer in layers)
-    choosing = any(bound is not None for bound in bounds)
+    states = tuple(layer.state for layer in layers)
     return KVState(
-        tuple(layer.k for layer in layers), tuple(layer.v for layer in layers), bounds if choosing else ()
-    )
+        tuple(layer.k for layer in layers), tuple(layer.v for layer in layers),
+        bounds if any(bound is not None for bound in bounds) else (),
+        states if any(state is not None for state in states) else (),
+    )  # fmt: skip
 
 
 class WriteSlots(NamedTuple):
-    """Where this step's K/V go: page_ids [T] and offsets [T], int32; padding tokens point into page 0."""
+    """Where this step's K/V go: page_ids [T] and offsets [T], int32; padding tokens point into page 0. Where
+    each row's state lies in layers of linear attention: state_places [B], 0 for padding rows.
+    """
 
     page_ids: jax.Array
     offsets: jax.Array
+    state_places: jax.Array | None = None
 
 
-def create_kv(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVState:
-    """A pool of zeros, of one of `pallas_kernels.KV_DTYPES`."""
+def create_kv(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, num_states: int = 0
+) -> KVState:
+    """A pool of zeros, of one of `pallas_kernels.KV_DTYPES`. `num_states`: sequences that may have a state in
+    layers of linear attention at a time."""
 
     def pages() -> tuple[Pages, ...]:
         return tuple(
-            pallas_kernels.create_pages(num_pages, layer.num_kv_heads, page_size, config.head_dim, dtype)
+            pallas_kernels.create_pages(
+                num_pages, layer.num_kv_heads if layer.favor is None else 0, page_size, config.head_dim, dtype
+            )
             for layer in config.layers
         )
 
@@ -82,12 +99,19 @@ def create_kv(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dt
         pallas_kernels.create_bounds(of) if layer.top_pages is not None else None
         for layer, of in zip(config.layers, k, strict=True)
     ]
-    return from_layers(list(map(LayerKV, k, v, bounds)))
+    states = [
+        None
+        if layer.favor is None
+        else favor.nothing((num_states + 1, layer.num_kv_heads, layer.favor.features), config.head_dim)
+        for layer in config.layers
+    ]
+    return from_layers(list(map(LayerKV, k, v, bounds, states)))
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-    """Bytes that one page takes in all layers, K and V, scales and bounds included."""
-    shapes = jax.eval_shape(lambda: create_kv(config, 1, page_size, dtype))
+    """Bytes that one page takes in all layers, K and V, scales and bounds included. 0 where every layer has
+    linear attention."""
+    shapes = jax.eval_shape(lambda: create_kv(config, 1, page_size, dtype)._replace(states=()))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 

@@ -92,13 +92,14 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (2305.13245) over pages. Query head i reads KV head i // G."""
+    """Grouped-query attention (2305.13245) over pages, or linear over a state of fixed size (2009.14794).
+    Query head i reads KV head i // G."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, build: Build):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, layer.num_kv_heads, config.head_dim
         self.rotary = layer.rotary
         self.rule = pallas_kernels.Rule(self.head_dim**-0.5, layer.window, layer.sinks)
-        self.backend = build.attention_backend
+        self.backend, self.favor = build.attention_backend, layer.favor
         outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = layer_linear(config.hidden_size, outputs, build, bias=config.qkv_bias)
         head_norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, build)
@@ -118,7 +119,10 @@ class Attention(nnx.Module):
         if self.rotary:
             q = rope.rotate(q, step.cos, step.sin)
             k = rope.rotate(k, step.cos, step.sin)
-        attended, kept = step.attend(q, k, v, kept, self.rule, self.backend)
+        if self.favor is not None:
+            attended, kept = step.attend_linearly(q, k, v, kept, self.favor, self.rule.scale)
+        else:
+            attended, kept = step.attend(q, k, v, kept, self.rule, self.backend)
         return self.output(attended.reshape(tokens, -1)), kept
 
 

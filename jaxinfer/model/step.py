@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from jaxinfer.config import PageSpan
+from jaxinfer.config import Favor, PageSpan
+from jaxinfer.model import favor as linear
 from jaxinfer.model import kv as kv_state
 from jaxinfer.model.kv import LayerKV, WriteSlots
 from pallas_kernels import Backend, Rule
@@ -36,6 +37,12 @@ class Step(Protocol):
     ) -> tuple[jax.Array, Any]:
         """q [T, N, H], k and v [T, K, H], rotated -> (what the queries see [T, N, H], what is kept of one
         layer: `kept` with these k and v in it)."""
+        ...
+
+    def attend_linearly(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, kept: Any, favor: Favor, scale: float
+    ) -> tuple[jax.Array, Any]:
+        """The same by linear attention; `scale` is that of q·k."""
         ...
 
 
@@ -80,6 +87,18 @@ class PagedStep:
         )
         return attended, LayerKV(k_pages, v_pages)
 
+    def attend_linearly(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, kept: LayerKV, favor: Favor, scale: float
+    ) -> tuple[jax.Array, LayerKV]:
+        places = self.slots.state_places
+        assert kept.state is not None, "linear attention without a state"
+        assert places is not None, "linear attention, and no row has a place for its state"
+        attended, state = linear.attend_rows(
+            q, k, v, kept.state, self.batch, places,
+            decode_rows=self.decode_rows, favor=favor, scale=scale,
+        )  # fmt: skip
+        return attended, kept._replace(state=state)
+
 
 class Tap(NamedTuple):
     """What one layer's attention was given, packed [T, heads, H], rotated as attention takes it."""
@@ -113,6 +132,13 @@ class DenseStep:
         attended = jax.nn.dot_product_attention(
             *apart, mask=mask, scale=rule.scale, is_causal=True, local_window_size=window
         )
+        return attended.reshape(q.shape), Tap(q, k, v) if self.tapped else None
+
+    def attend_linearly(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, kept: None, favor: Favor, scale: float
+    ) -> tuple[jax.Array, Tap | None]:
+        q_texts, k_texts, v_texts = (x.reshape(self.texts, -1, *x.shape[1:]) for x in (q, k, v))
+        attended = linear.attend_texts(q_texts, k_texts, v_texts, favor, scale)
         return attended.reshape(q.shape), Tap(q, k, v) if self.tapped else None
 
 

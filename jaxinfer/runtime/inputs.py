@@ -71,7 +71,7 @@ def layout(shape: StepShape, table_width: int, most_emitting: int) -> Layout:
     parts = {
         "tokens": (t,), "source": (t,), "positions": (t,), "token_row": (t,), "page_ids": (t,),
         "offsets": (t,), "page_table": (b, table_width), "kv_len": (b,), "num_prompt": (b,),
-        "emit": (most_emitting,), "num_tiles": (len(sizes),),
+        "state_places": (b,), "emit": (most_emitting,), "num_tiles": (len(sizes),),
     }  # fmt: skip
     parts |= {f"tiles{size}": (room, 3) for size, room in zip(sizes, capacity, strict=True)}
     if shape.cut is not None:
@@ -88,6 +88,7 @@ def pack(
     num_pages: int,
     vocab_size: int,
     most_emitting: int,
+    num_states: int = 0,
     window: int | None = None,
     sinks: int = 0,
     span: PageSpan | None = None,
@@ -105,7 +106,8 @@ def pack(
     `sampled_rows` tells, by uid, which row of the step before sampled a sequence's token: a chained token
     is `source` of that row instead of -1. `window` and `sinks` are what every layer keeps to (`Limits`):
     pages that a slice's first query is past may be 0. Each page that it sees or writes must be one of
-    1 .. num_pages - 1; raises AssertionError otherwise.
+    1 .. num_pages - 1, and of `num_states` places for states, where there are any, each slice has its own;
+    raises AssertionError otherwise.
 
     With a `span`, for a bucket that is `cut`, slices become rows with compact tables (`runtime.compact`):
     `positions` and `kv_len` count in those, `text_positions` in the text.
@@ -130,6 +132,7 @@ def pack(
     emit: list[int] = []
     behind: list[int] = [0] * shape.rows
     held: list[int] = [0] * shape.rows
+    state_places: list[int] = [0] * shape.rows
     ones: list[Slice] = []
     chunks: list[tuple[int, int, int]] = []
     row, place = shape.decode_rows, shape.decode_rows
@@ -156,6 +159,7 @@ def pack(
             behind[this_row] = max(0, start - window + 1) // page_size
         kv_len[this_row] = end
         num_prompt[this_row] = piece.num_prompt
+        state_places[this_row] = piece.state_place
         if piece.chained:
             assert count == 1, f"a chained slice of {count} tokens: {piece}"
             assert sampled_rows is not None, f"sequence {piece.uid}: no step before this one has sampled"
@@ -171,6 +175,11 @@ def pack(
         token_row[:count] = range(count)
     assert len(emit) <= most_emitting, f"{len(emit)} slices emit, at most {most_emitting} can"
     view["emit"][: len(emit)] = emit
+    if num_states:
+        own = sorted(piece.state_place for piece in pieces)
+        assert 0 < own[0] <= own[-1] <= num_states, f"places of states {own} leave 1..{num_states}"
+        assert len(set(own)) == len(own), f"two slices share a place of a state: {own}"
+        view["state_places"][:] = state_places
     _check(plan, tokens, table, behind, held, num_pages, vocab_size, page_size, window, sinks)
     if firsts is not None:
         for at, piece, start in zip(places, pieces, text_starts, strict=True):
@@ -242,7 +251,7 @@ def unpack(named: dict[str, Any], shape: StepShape) -> StepInputs:
         named["token_row"], named["positions"], named["page_table"], named["kv_len"],
         tuple(named[f"tiles{size}"] for size in shape.tiles), named["num_tiles"], shape.tiles,
     )  # fmt: skip
-    slots = WriteSlots(named["page_ids"], named["offsets"])
+    slots = WriteSlots(named["page_ids"], named["offsets"], named["state_places"])
     return StepInputs(
         named["tokens"], named["source"], batch, slots, named["num_prompt"], named["emit"],
         named.get("text_positions"),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoints
-from jaxinfer.config import EngineConfig, ModelConfig, invariant_ladder, shape_ladder
+from jaxinfer.config import EngineConfig, ModelConfig, invariant_ladder, shape_ladder, shown_layers
 from jaxinfer.core import ConfigError, Limits, SamplingParams
 from jaxinfer.model import kv, weights
 from jaxinfer.model.llama import Build
@@ -70,6 +70,11 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
     span = config.span()
     if span is not None:
         model_config = model_config.spanned(span)
+    if config.batch_invariant and model_config.linear_layers:
+        raise ConfigError(
+            f"batch_invariant: layers {shown_layers(model_config.linear_layers)} have linear attention, and "
+            "its sums depend on the chunks of a text in their last bits; leave batch_invariant out"
+        )
     attention = backends.choose_attention(config, model_config)
     quantization = backends.choose_quantization(config, model_config)
     build = Build(jnp.dtype(config.dtype), platform, attention.backend, quantization)
@@ -101,6 +106,7 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
         vocab_size=model_config.vocab_size, eos_token_ids=eos, window=model_config.window,
         sampled_vocab=sampled_vocab, sinks=model_config.sinks,
+        stateful=bool(model_config.linear_layers),
     )  # fmt: skip
     num_pages = _num_pages(config, model_config, limits, attention, platform)
     limits = replace(limits, num_pages=num_pages)
@@ -113,7 +119,7 @@ def load(model: str, config: EngineConfig, *, progress: bool | None = None) -> L
         model_config, graph, state, ladder,
         num_pages=num_pages, page_size=config.page_size, max_model_len=max_model_len,
         kv_dtype=attention.kv_dtype, platform=platform, progress=wanted, sampled_vocab=sampled_vocab,
-        strict=config.strict_compiles,
+        strict=config.strict_compiles, num_states=config.max_num_seqs,
     )  # fmt: skip
     if config.warmup == "full":
         runner.warm_up()
@@ -227,7 +233,13 @@ def _num_pages(
     """M: as stated, else what the limits (whose own num_pages is not looked at) can use, within the memory
     that may be taken and what the attention backend can index."""
     page_bytes = kv.page_bytes(model, config.page_size, attention.kv_dtype)
-    available = free_bytes(platform)
+    states = model.state_bytes * (limits.max_num_seqs + 1)
+    available = free_bytes(platform) - states
+    if available < 0:
+        raise ConfigError(
+            f"max_num_seqs {limits.max_num_seqs}: so many states of layers of linear attention take "
+            f"{states / 1e9:.1f} GB; {(available + states) / 1e9:.1f} GB are free"
+        )
     if config.num_pages is not None:
         wanted = config.num_pages * page_bytes
         if wanted > available:
@@ -245,7 +257,9 @@ def _num_pages(
     free = int(available * config.memory_utilization)
     if platform == "cpu":
         free = min(free, max(CPU_POOL_BYTES, (per_sequence + 1) * page_bytes))
-    pages = min(free // page_bytes, limits.max_num_seqs * per_sequence + 1)
+    pages = limits.max_num_seqs * per_sequence + 1  # the most that can be of use
+    if page_bytes:
+        pages = min(free // page_bytes, pages)
     if attention.most_pages is not None and pages > attention.most_pages:
         logger.warning(
             "the pool is held at %d pages, the most that %s can index; %d would be of use",

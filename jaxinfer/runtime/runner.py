@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxinfer.config import ModelConfig, StepShape, choose_step_shape
+from jaxinfer.config import ModelConfig, StepShape, choose_step_shape, is_invariant, most_emitting
 from jaxinfer.core import Draw, Sampled, StepPlan, StepResult
 from jaxinfer.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS
 from jaxinfer.model.kv import KVState, create_kv
@@ -58,6 +58,7 @@ class JaxRunner:
 
     graph, state: the model as `nnx.split` gives it, split once. A program is compiled at `warm_up`, or when
     first needed; nothing else is ever compiled. With `strict`, what `warm_up` has not compiled is an error.
+    `num_states` sequences may have a state in layers of linear attention (None: as many as a step runs).
     Only ids below `sampled_vocab` (None: the whole vocabulary) are ever chosen. An `invariant_ladder` makes
     ids and logprobs independent of the batch, the chunks and the cache.
     """
@@ -77,6 +78,7 @@ class JaxRunner:
         progress: bool = False,
         sampled_vocab: int | None = None,
         strict: bool = False,
+        num_states: int | None = None,
     ):
         self.config = config
         self.ladder = ladder
@@ -87,6 +89,10 @@ class JaxRunner:
             assert span.page_size == page_size, f"{span} over pages of {page_size} tokens"
             self.table_width = min(self.table_width, span.most_pages)
         assert all(shape.cut == (span and page_size) for shape in ladder), f"{span} and the ladder {ladder}"
+        self.num_states = 0
+        if config.linear_layers:
+            assert not is_invariant(ladder), f"{config.linear_layers} add up chunk by chunk"
+            self.num_states = most_emitting(ladder) if num_states is None else num_states
         self.kv_dtype, self.platform = kv_dtype, platform
         self._progress = progress
         self._graph, self._state = graph, state
@@ -121,7 +127,8 @@ class JaxRunner:
         return self._graph, self._state
 
     def _new_kv(self) -> KVState:
-        return jax.block_until_ready(create_kv(self.config, self.num_pages, self.page_size, self.kv_dtype))
+        sizes = self.num_pages, self.page_size, self.kv_dtype, self.num_states
+        return jax.block_until_ready(create_kv(self.config, *sizes))
 
     # --------------------------------------------------------------------------------- programs
 
@@ -159,8 +166,8 @@ class JaxRunner:
             buffer, places = inputs.pack(
                 plan, shape, table_width=self.table_width, page_size=self.page_size,
                 num_pages=self.num_pages, vocab_size=self.config.vocab_size,
-                most_emitting=self._most_emitting, window=self.config.window, sinks=self.config.sinks,
-                span=self.config.page_span,
+                most_emitting=self._most_emitting, num_states=self.num_states,
+                window=self.config.window, sinks=self.config.sinks, span=self.config.page_span,
                 sampled_rows=None if self._last_tokens is None else self._last_rows,
             )  # fmt: skip
             previous = self._last_tokens if chained and self._last_tokens is not None else self._no_tokens

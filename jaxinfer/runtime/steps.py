@@ -29,6 +29,7 @@ from jaxinfer.model.kv import KVState
 from jaxinfer.runtime import draws as step_draws
 from jaxinfer.runtime import inputs as step_inputs
 from jaxinfer.runtime.sample import Mask, SamplingOutputs, report, sample
+from pallas_kernels import Pages
 
 SCORE_ROWS = 64
 """Rows of logits that the score program makes at a time: a prompt's whole [T, V] may be gigabytes."""
@@ -124,7 +125,11 @@ def score(
 
 def copy(kv: KVState, pairs: jax.Array) -> KVState:
     """Copy pages pairs[i] = (from, to), int32 [n, 2], in every layer; all are read before any is written."""
-    return jax.tree.map(lambda pages: pallas_kernels.copy_pages(pages, pairs[:, 0], pairs[:, 1]), kv)
+
+    def copied(pages: Pages) -> Pages:
+        return pallas_kernels.copy_pages(pages, pairs[:, 0], pairs[:, 1])
+
+    return jax.tree.map(copied, kv._replace(states=()))._replace(states=kv.states)
 
 
 def pack_outputs(sampled: SamplingOutputs) -> jax.Array:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.config.favor import Favor
+from jaxinfer.config import Favor
 from jaxinfer.core import ConfigError
 from jaxinfer.model import favor as model_favor
-from jaxinfer.model.favor import FavorState, advance, attend_texts, empty, random_features
+from jaxinfer.model.favor import FavorState, advance, attend_texts, nothing, random_features
 
 WIDTH, SCALE = 16, 16**-0.5
 FAVOR = Favor(features=40, seed=3)
@@ -42,7 +42,7 @@ def whole_texts(q, k, v, favor=FAVOR):
 
 def in_runs(q, k, v, counts: list[int], room: int, favor: Favor = FAVOR) -> tuple[np.ndarray, FavorState]:
     """A text run by run, each padded to `room` with numbers that must not matter."""
-    state = empty((k.shape[1], favor.features), WIDTH)
+    state = nothing((k.shape[1], favor.features), WIDTH)
     parts, start = [], 0
     for count in counts:
         padded = [np.full((room, *x.shape[1:]), np.nan, np.float32) for x in (q, k, v)]

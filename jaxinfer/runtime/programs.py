@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +86,7 @@ class Programs:
         self._mask_words = draws.mask_words(config.vocab_size)
         self._hidden_size = config.hidden_size
         self._expected = compiles.count
+        self._own: tuple[int, int] | None = None  # both counts as they were before what is compiled now
 
     def __getitem__(self, bucket: Bucket) -> Program:
         return self.compiled[bucket]
@@ -103,11 +104,12 @@ class Programs:
                 f"the {kind} program {bucket} is wanted ({reason}) and was not compiled at warm-up; "
                 "strict_compiles forbids to compile it now"
             )
-        before, start = compiles.count, time.perf_counter()
-        source = self.source(bucket)
-        program = steps.compile_program(
-            kind, source.function, source.arguments, self._platform, donate=source.donate
-        )
+        start = time.perf_counter()
+        with nullcontext() if self.warm else self.others_compile():  # once warm, any is one too many
+            source = self.source(bucket)
+            program = steps.compile_program(
+                kind, source.function, source.arguments, self._platform, donate=source.donate
+            )
         seconds = time.perf_counter() - start
         memory = program.memory_analysis()
         assert memory is not None, f"XLA gives no memory analysis on {self._platform}"
@@ -117,8 +119,6 @@ class Programs:
         self.compiled[bucket] = Program(program, record)
         self.manifest.append(record)
         self.records[bucket] = record
-        if not self.warm:  # after a full warm-up even a bucket's own compile is one too many
-            self._expected += compiles.count - before
         release_freed_memory()
         logger.debug("compiled %s %s in %.2f s (%s)", kind, bucket, seconds, reason)
         return self.compiled[bucket]
@@ -126,16 +126,19 @@ class Programs:
     @property
     def compiles_after_warmup(self) -> int:
         """Compiles of the process since a full warm-up; without one, those that were not a bucket's own."""
-        return compiles.count - self._expected
+        count, expected = self._own or (compiles.count, self._expected)
+        return count - expected
 
     @contextmanager
     def others_compile(self) -> Generator[None]:
-        """What is compiled meanwhile is no program of this model and not one too many."""
+        """What is compiled meanwhile is not one too many; nor does it look so from another thread."""
         before = compiles.count
+        self._own = (before, self._expected)
         try:
             yield
         finally:
             self._expected += compiles.count - before
+            self._own = None
 
     def source(self, bucket: Bucket) -> Source:
         """What `make` compiles for a bucket."""

@@ -16,8 +16,9 @@ from tiny import PLENTY, TINY, prompts, random_tensors, tiny_runner
 
 from jaxinfer.config import SampleShape, StepShape
 from jaxinfer.core import Draw, LogitChanges, SamplingParams, Slice, StepPlan
-from jaxinfer.runtime import JaxRunner
+from jaxinfer.runtime import JaxRunner, steps
 from jaxinfer.runtime.programs import COPY, SCORE
+from jaxinfer.runtime.trace import _BACKEND_COMPILE as COMPILED
 
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 from dense import dense_logits  # it lives with the tests of the model
@@ -372,3 +373,21 @@ def test_strict_refuses_to_compile_after_warm_up() -> None:
     assert caught.value.kv_lost is False  # type: ignore[attr-defined]
     assert runner.kv is kv
     assert SCORE in runner.programs.compiled
+
+
+def test_a_programs_own_compile_never_counts_as_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while it runs, for who asks from another thread: /metrics has a counter of it."""
+    made = tiny_runner(num_pages=PLENTY)
+    before, seen = made.programs.compiles_after_warmup, []
+    compile_program = steps.compile_program
+
+    def watched(*args: Any, **options: Any) -> Any:
+        program = compile_program(*args, **options)
+        jax.monitoring.record_event_duration_secs(COMPILED, 0.1)  # which a cached program may not have
+        seen.append(made.programs.compiles_after_warmup)
+        return program
+
+    monkeypatch.setattr(steps, "compile_program", watched)
+    made.programs.make(made.programs.ladder[0], "test")
+    assert seen == [before]
+    assert made.programs.compiles_after_warmup == before

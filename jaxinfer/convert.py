@@ -3,6 +3,7 @@
     convert("smollm2-135m", "models/smollm2")                     an Orbax folder, loaded shard by shard
     convert("models/smollm2", "models/smollm2-hf", to="safetensors", dtype="bfloat16")
     convert("smollm2-135m", "models/smollm2-mqa", heads=HeadPlan(kv_heads=1, method="align"))
+    convert("smollm2-135m", "models/smollm2-linear", linear_layers=[3, 7], favor=Favor(features=256))
 
 The result has everything to run from: weights under Hugging Face names, config.json, generation_config.json,
 tokenizer and chat template. Tensors go one by one, so host memory stays near the largest of them.
@@ -11,7 +12,7 @@ tokenizer and chat template. Tensors go one by one, so host memory stays near th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,7 +22,7 @@ import checkpoints
 from checkpoints import writing
 from checkpoints.regular_file import is_present
 from checkpoints.writing import DEFAULT_SHARD_BYTES, PendingTensor
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import Favor, ModelConfig, with_linear_attention
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, decide
 from jaxinfer.model import weights
@@ -51,6 +52,8 @@ def convert(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     heads: HeadPlan | None = None,
     on_heads: Callable[[HeadChange], None] | None = None,
+    linear_layers: Sequence[int] | Literal["all"] | None = None,
+    favor: Favor | None = None,
     progress: bool | None = None,
 ) -> Path:
     """Write the model `source` (a path, or a name that was pulled) to the new folder `destination`.
@@ -59,13 +62,14 @@ def convert(
     bfloat16, which holds each of their values. Tensors that the
     model derives (a tied head, rotary tables) are left out. `max_shard_bytes` bounds a file of safetensors.
     `heads` asks for other KV heads (None: those of the source); `on_heads` is given what it came to, before
-    anything is written. `progress` False keeps the bar off stderr. Returns `destination`, which is complete
-    or not there.
+    anything is written. `linear_layers` get linear attention (of the source's that have it, only those stay
+    that are named), by the features of `favor`, None: `Favor()`. Their weights stay as they are.
+    `progress` False keeps the bar off stderr. Returns `destination`, which is complete or not there.
 
     Raises CheckpointError or ConfigError, in one line, when the source is unknown or damaged, its tensors
-    are not those of its config, its heads cannot become those of `heads`, its tokenizer is damaged, a value
-    does not fit `dtype`, or the destination exists, lies in the source, or cannot be written (a full disk
-    included).
+    are not those of its config, its heads cannot become those of `heads`, or its layers linear ones, its
+    tokenizer is damaged, a value does not fit `dtype`, or the destination exists, lies in the source, or
+    cannot be written (a full disk included).
     """
     _check_choice("to", to, get_args(Format))
     _check_choice("dtype", dtype, get_args(Dtype))
@@ -86,9 +90,16 @@ def convert(
         if on_heads is not None:
             on_heads(change)
         checkpoint, config = Regrouped(checkpoint, change), change.after
+    keys = checkpoint.config
+    if linear_layers is not None:
+        layers = range(config.num_layers) if linear_layers == "all" else linear_layers
+        keys = with_linear_attention(keys, layers, favor or Favor())
+        config = ModelConfig.from_hf(keys)
+    elif favor is not None:
+        raise ConfigError(f"{favor} without linear_layers, which say where it is wanted")
     tensors = _tensors(config, checkpoint, dtype)
     write_model(
-        destination, checkpoint, tensors, to=to, max_shard_bytes=max_shard_bytes,
+        destination, checkpoint, tensors, to=to, config=keys, max_shard_bytes=max_shard_bytes,
         title=f"converting {path.name}", progress=progress,
     )  # fmt: skip
     return destination

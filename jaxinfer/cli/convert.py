@@ -1,4 +1,4 @@
-"""jaxinfer convert: one format of checkpoints to another, with the model's KV heads or with others."""
+"""jaxinfer convert: one format of checkpoints to another, as the model is, or with other attention."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from jaxinfer.cli.head_flags import HeadFlags
+from jaxinfer.cli.linear_flags import LinearFlags
 from jaxinfer.cli.terminal import UsageError, text_argument
 
 
@@ -27,11 +28,12 @@ class Convert:
     max_shard_gb: float = 2.0
     """Largest file of safetensors, in GB."""
     heads: HeadFlags = field(default_factory=HeadFlags)
+    linear: LinearFlags = field(default_factory=LinearFlags)
 
     def run(self) -> int:
         if not 0 < self.max_shard_gb < 1e6:
             raise UsageError(f"--max-shard-gb must be more than 0, got {self.max_shard_gb:g}")
-        plan = self.heads.plan()
+        plan, linear_layers = self.heads.plan(), self.linear.layers()
         from jaxinfer.convert import convert
         from jaxinfer.heads import HeadChange, lines
 
@@ -47,6 +49,8 @@ class Convert:
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
                 heads=plan,
                 on_heads=say,
+                linear_layers=linear_layers,
+                favor=self.linear.favor(),
             )
         )
         return 0

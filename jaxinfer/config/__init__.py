@@ -5,6 +5,7 @@
 
 from jaxinfer.config.engine import EngineConfig
 from jaxinfer.config.favor import Favor
+from jaxinfer.config.hugging_face import with_linear_attention
 from jaxinfer.config.model import LayerConfig, ModelConfig, shown_layers
 from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from jaxinfer.config.spans import (
@@ -51,4 +52,5 @@ __all__ = [
     "sample_ladder",
     "shape_ladder",
     "shown_layers",
+    "with_linear_attention",
 ]

@@ -8,7 +8,7 @@ implemented is refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,6 +297,12 @@ def _kv_heads(keys: Keys, family: Family, heads: int, layers: int) -> list[int]:
 LINEAR_ATTENTION = "linear_attention"
 """This project's own key: {"layers": [3, 7], "features": 128, "seed": 0}, as `jaxinfer convert` writes it.
 Other programs pass it over and run softmax attention in those layers, too."""
+
+
+def with_linear_attention(config: Mapping[str, Any], layers: Sequence[int], favor: Favor) -> dict[str, Any]:
+    """A config.json that says that these layers have linear attention, and no others."""
+    stated = {"layers": list(layers), "features": favor.features, "seed": favor.seed}
+    return {**config, LINEAR_ATTENTION: stated}
 
 
 def _favors(keys: Keys, windows: list[int | None]) -> list[Favor | None]:

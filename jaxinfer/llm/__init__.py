@@ -449,8 +449,8 @@ def _no_prefix_caching(limits: Limits, model: ModelConfig | None) -> str | None:
         return "an answer's queries choose pages and a prompt's do not: the same text has other K/V in each"
     if model is not None and model.linear_layers:
         return (
-            f"layers {shown_layers(model.linear_layers)} have linear attention, and the state after a text is of "
-            "no use to one that departs from it before its end"
+            f"layers {shown_layers(model.linear_layers)} have linear attention, and their state after a text "
+            "is of no use to one that departs from it before its end"
         )
     if model is not None and isinstance(model.rope, DynamicRope):
         original = model.rope.original_max_position

@@ -87,6 +87,7 @@ class LimitFlags:
             num_pages=engine.num_pages or memory.num_pages, page_size=engine.page_size,
             max_num_seqs=engine.max_num_seqs, max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=length, vocab_size=config.vocab_size, window=config.window,
+            stateful=bool(config.linear_layers),
         )  # fmt: skip
         ladder = shape_ladder(engine.max_num_seqs, engine.max_num_batched_tokens, platform=sheet.platform)
         return Predictor(

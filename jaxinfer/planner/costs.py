@@ -3,8 +3,10 @@
 One arithmetic for the planner, the simulator and the engine's own MBU and MFU. A step reads the weights of
 all layers once; the head once if it samples or scores; and for each slice the K/V that its queries see, its
 own included, once. It computes 2 operations a weight and token (of the head: a row of logits), and in
-attention 4 · H for each head, query and key seen (QK and PV; the causal half alone). Rows of the embedding,
-the writing of K/V, norms and the sampler are not counted.
+attention 4 · H for each head, query and key seen (QK and PV; the causal half alone). Layers of linear
+attention have no keys: they read and write the state of each slice, and compute 4 · r · H for each token and
+head, query and KV (its features, and the sums that they read or add to). Rows of the embedding, the writing
+of K/V, norms and the sampler are not counted.
 """
 
 from __future__ import annotations
@@ -142,6 +144,8 @@ class ModelCosts:
 
     def kv_bytes_of(self, layer: LayerConfig) -> float:
         """Bytes of K and V of one token in one layer."""
+        if layer.favor is not None:
+            return 0.0
         vector = self.config.head_dim * BYTES[self.kv_dtype] + (SCALE_BYTES if self.kv_dtype == "int8" else 0)
         return 2 * self._kv_heads(layer) * vector
 
@@ -151,21 +155,40 @@ class ModelCosts:
         return sum(self.kv_bytes_of(layer) for layer in self.config.layers)
 
     @cached_property
+    def state_bytes(self) -> float:
+        """Of one sequence, in layers of linear attention: no more for a longer one."""
+        return sum(self._state_numbers) * (self.config.head_dim + 2) * BYTES["float32"]
+
+    @cached_property
+    def _state_numbers(self) -> list[int]:
+        """KV heads times features, of each layer of linear attention."""
+        layers = self.config.layers
+        return [self._kv_heads(layer) * layer.favor.features for layer in layers if layer.favor is not None]
+
+    def linear_attention(self, slices: int, tokens: int) -> tuple[float, float]:
+        """(bytes of states read and written, operations) of slices with so many tokens in all."""
+        features = sum(layer.favor.features for layer in self.config.layers if layer.favor is not None)
+        heads = features * self.config.num_heads // self.tensor_parallel + sum(self._state_numbers)
+        return 2 * self.state_bytes * slices, 4.0 * heads * self.config.head_dim * tokens
+
+    @cached_property
     def _views(self) -> dict[tuple[int | None, int], tuple[float, int]]:
         """Layers with one window and as many sinks see the same keys: (window, sinks) -> bytes a key,
         operations a query and key."""
         views: dict[tuple[int | None, int], tuple[float, int]] = {}
         operations = 4 * (self.config.num_heads // self.tensor_parallel) * self.config.head_dim
         for layer in self.config.layers:
+            if layer.favor is not None:
+                continue
             size, count = views.get((layer.window, layer.sinks), (0.0, 0))
             views[layer.window, layer.sinks] = size + self.kv_bytes_of(layer), count + operations
         return views
 
     def attention(self, spans: Iterable[Span]) -> tuple[float, float]:
-        """(bytes of K/V read, operations) of the slices together. Where queries choose pages, as if they saw
-        all: what they save is not told apart here."""
+        """(bytes of K/V and states, operations) of the slices together. Where queries choose pages, as if
+        they saw all: what they save is not told apart here."""
         spans, paged = list(spans), self.config.page_span
-        moved = operations = 0.0
+        moved, operations = self.linear_attention(len(spans), sum(count for _, count in spans))
         for (window, sinks), (key_bytes, key_operations) in self._views.items():
             read = seen = 0
             for start, count in spans:

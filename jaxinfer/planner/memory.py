@@ -17,7 +17,8 @@ SAMPLER_COPIES = 7
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device. `temporary_bytes` is an estimate of a step's peak beside the arrays that stay."""
+    """Bytes on one device. `temporary_bytes` is an estimate of a step's peak beside the arrays that stay;
+    `state_bytes` those of all sequences that may run together, in layers of linear attention."""
 
     device_bytes: int
     weight_bytes: int
@@ -27,6 +28,7 @@ class MemoryPlan:
     num_pages: int
     pages_per_sequence: int
     largest_batch: int
+    state_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -35,7 +37,7 @@ class MemoryPlan:
 
     @property
     def used_bytes(self) -> int:
-        return self.weight_bytes + self.pool_bytes + self.temporary_bytes
+        return self.weight_bytes + self.pool_bytes + self.state_bytes + self.temporary_bytes
 
 
 def plan_memory(
@@ -61,15 +63,18 @@ def plan_memory(
         vocab_size=costs.config.vocab_size, window=costs.config.window,
     )  # fmt: skip
     each = limits.pages_per_sequence
-    room = int(max(0, device_bytes - weights) * memory_utilization)
+    states = round(costs.state_bytes * (max_num_seqs + 1)) if costs.state_bytes else 0
+    room = int(max(0, device_bytes - weights - states) * memory_utilization)
     if pool_limit_bytes is not None:
         room = min(room, pool_limit_bytes)
-    pages = min(room // page, max_num_seqs * each + 1)
+    pages = max_num_seqs * each + 1  # the most that can be of use
+    if page:
+        pages = min(room // page, pages)
     return MemoryPlan(
         device_bytes=device_bytes, weight_bytes=weights, pool_bytes=pages * page,
         temporary_bytes=temporary_bytes(costs, max_num_batched_tokens + max_num_seqs, max_num_seqs),
         page_bytes=page, num_pages=pages, pages_per_sequence=each,
-        largest_batch=max(0, pages - 1) // each,
+        largest_batch=max(0, pages - 1) // each, state_bytes=states,
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def as_text(plan: Plan, remedies: list[Remedy]) -> str:
         ),
         _row(
             "K/V of one token", f"{costs.kv_dtype}, {costs.kv_bytes_per_token / 1024:.6g} KiB "
-            f"({costs.kv_bytes_of(costs.config.layers[0]) / 1024:.6g} KiB a layer)",
+            f"({max(map(costs.kv_bytes_of, costs.config.layers)) / 1024:.6g} KiB a layer)",
         ),
         _row("attention = layers", "never" if plan.even_length is None else f"at {plan.even_length} tokens"),
         "",
@@ -104,6 +104,7 @@ def as_text(plan: Plan, remedies: list[Remedy]) -> str:
             "pool", f"{memory.num_pages} pages of {work.page_size} tokens, {_bytes(memory.pool_bytes)} "
             f"({work.memory_utilization:g} of what is free, at most 256 sequences)",
         ),
+        *([_row("states", _bytes(memory.state_bytes))] if memory.state_bytes else []),
         _row("a step's peak beside", f"about {_bytes(memory.temporary_bytes)}"),
         _row("largest batch", f"{memory.largest_batch} sequences of {work.length} tokens"),
         "",

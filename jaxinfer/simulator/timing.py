@@ -55,7 +55,8 @@ class StepTimer:
         self.totals = Totals()
         self.most_rows = most_emitting(ladder)
         costs = model.costs
-        self.windows: tuple[Window, ...] = tuple(dict.fromkeys(layer.window for layer in costs.config.layers))
+        paged = [layer for layer in costs.config.layers if layer.favor is None]
+        self.windows: tuple[Window, ...] = tuple(dict.fromkeys(layer.window for layer in paged))
         self._views = [_key_costs(costs, window) for window in self.windows]
         # By one-token slices, chunks, their tokens and rows that sample: places, and places of the head.
         self._buckets: dict[tuple[int, int, int, int], tuple[int, int]] = {}
@@ -83,7 +84,7 @@ class StepTimer:
             ones += 1
             for view, window in enumerate(self.windows):
                 keys[view] += seen(piece.start + 1, window)
-        moved = operations = 0.0
+        moved, operations = self.model.costs.linear_attention(ones, ones)
         for (key_bytes, key_operations), count in zip(self._views, keys, strict=True):
             moved += key_bytes * count
             operations += key_operations * count
@@ -147,6 +148,6 @@ class StepTimer:
 
 def _key_costs(costs: ModelCosts, window: Window) -> tuple[float, float]:
     """(bytes, operations) of one key that one query sees, in all layers of a window."""
-    layers = tuple(layer for layer in costs.config.layers if layer.window == window)
+    layers = tuple(layer for layer in costs.config.layers if layer.favor is None and layer.window == window)
     alone = dataclasses.replace(costs, config=dataclasses.replace(costs.config, layers=layers))
     return alone.attention([(0, 1)])

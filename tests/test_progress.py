@@ -56,3 +56,18 @@ def test_on_a_terminal_phases_share_one_display(monkeypatch: pytest.MonkeyPatch,
         assert progress._open_phases == 2
     assert progress._board is None
     assert capsys.readouterr().out == ""
+
+
+def test_a_note_says_how_it_goes(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.delenv("JAXINFER_PROGRESS", raising=False)
+    clock = iter([0.0, 5.0, 500.0, 559.0, 561.0, 562.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.phase("training", total=9) as advance:
+        for step in range(4):
+            advance(1, f"loss {4 - step}.0")
+    assert capsys.readouterr().err.splitlines() == [
+        "jaxinfer: training: 1/9, loss 4.0",
+        "jaxinfer: training: 2/9, loss 3.0",  # and a minute later again, however long it has taken
+        "jaxinfer: training: 4/9, loss 1.0",
+        "jaxinfer: training: done in 562.0 s",
+    ]

@@ -111,10 +111,11 @@ class TrainingFolder:
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def finish(self, report: dict[str, Any]) -> None:
-        """The result is written: no state is needed any more. The log stays, and the report beside it."""
+        """The result is written: no state is needed any more, nor what a killed process left of one. The log
+        stays, and the report beside it."""
         writing.write_json(self._report, report)
-        for step in self._steps():
-            shutil.rmtree(self._place(step), ignore_errors=True)
+        for entry in self.path.glob("*step-*"):
+            shutil.rmtree(entry, ignore_errors=True)
 
     def _place(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"

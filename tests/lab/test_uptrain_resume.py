@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -27,10 +26,31 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 CHOSEN = settings(steps=14, batch=2, sequence_length=24, train="kv", save_every=3)
 RUN = """
-import sys
+import os, signal, sys
+from checkpoints import writing
+from jaxinfer.lab import trainer
 from jaxinfer.lab.settings import Settings
 from jaxinfer.lab.uptrain import uptrain
-uptrain(sys.argv[1], sys.argv[2], [sys.argv[3]], Settings(**eval(sys.argv[4])), progress=False)
+
+model, destination, text, chosen, where = sys.argv[1:]
+update, write_json = trainer.Trainer.step, writing.write_json
+saved = []
+
+def step(self, state, frozen, number, *batch):
+    done = update(self, state, frozen, number, *batch)  # it runs while this goes on
+    if where == "updating" and number == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
+
+def write(path, value):
+    if path.name == "state.json":
+        saved.append(path)
+        if where == "saving" and len(saved) == 2:  # Orbax is done, and the state not whole yet
+            os.kill(os.getpid(), signal.SIGKILL)
+    write_json(path, value)
+
+trainer.Trainer.step, writing.write_json = step, write
+uptrain(model, destination, [text], Settings(**eval(chosen)), progress=False)
 """
 
 
@@ -40,37 +60,53 @@ def curve(folder: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
-def killed_after(step: int, destination: Path, text: Path) -> None:
-    """Start the training in a process of its own and kill it when the log has that step."""
-    command = [
-        sys.executable,
-        "-c",
-        RUN,
-        str(STORIES),
-        str(destination),
-        str(text),
-        repr(dataclasses.asdict(CHOSEN)),
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
-    log, until = destination.with_name(destination.name + ".training") / "log.jsonl", time.monotonic() + 240
-    try:
-        while not log.exists() or len(log.read_bytes().splitlines()) < step:
-            assert process.poll() is None, process.stderr and process.stderr.read().decode()[-2000:]
-            assert time.monotonic() < until
-            time.sleep(0.002)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+def killed(where: str, destination: Path, text: Path) -> None:
+    """The training in a process of its own, which SIGKILL ends in its eighth update or in its second save."""
+    words = [str(STORIES), str(destination), str(text), repr(dataclasses.asdict(CHOSEN)), where]
+    done = subprocess.run([sys.executable, "-c", RUN, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert not destination.exists()
 
 
-def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    text = text_file(tmp_path)
-    whole = uptrain(STORIES, tmp_path / "whole", [text], CHOSEN, progress=False)
-    broken = tmp_path / "broken"
-    killed_after(8, broken, text)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compile_cache) -> tuple[Path, Path, dict]:
+    """A text, what was trained on it without a break, and the report."""
+    folder = tmp_path_factory.mktemp("whole")
+    text = text_file(folder)
+    return text, folder / "model", uptrain(STORIES, folder / "model", [text], CHOSEN, progress=False)
 
+
+@pytest.mark.parametrize(("where", "state"), [("updating", 6), ("saving", 3)])
+def test_killed_and_resumed_is_the_same_to_the_bit(whole, tmp_path: Path, where: str, state: int) -> None:
+    text, unbroken, report = whole
+    broken = tmp_path / "broken"
+    killed(where, broken, text)
+    left = list(broken.with_name("broken.training").glob(".step-*.partial-*"))
+    assert len(left) == (where == "saving")
+    with TrainingFolder(broken).log_path.open("a") as log:
+        log.write('{"step": 9, "lo')  # torn by the kill
+    resumed = uptrain(STORIES, broken, [text], CHOSEN, resume=True, progress=False)
+    assert resumed["resumed_at_step"] == state
+    assert [line["step"] for line in curve(broken)] == list(range(1, 15))
+    assert curve(broken) == curve(unbroken)
+    files = [(folder / "model.safetensors").read_bytes() for folder in (unbroken, broken)]
+    assert files[0] == files[1]
+    assert resumed["last_loss"] == report["last_loss"] < report["first_loss"]
+
+    # states are gone, the curve stays; another training there is a new one
+    assert sorted(p.name for p in broken.with_name("broken.training").iterdir()) == [
+        "log.jsonl", "report.json", "run.json"
+    ]  # fmt: skip
+    shutil.rmtree(broken)
+    with pytest.raises(ConfigError, match="came to its end"):
+        uptrain(STORIES, broken, [text], CHOSEN, resume=True, progress=False)
+
+
+def test_another_run_is_not_gone_on_with(whole, tmp_path: Path) -> None:
+    text, unbroken, _ = whole
+    broken = tmp_path / "broken"
+    TrainingFolder(broken).path.mkdir()
+    shutil.copy(TrainingFolder(unbroken).path / "run.json", TrainingFolder(broken).path)
     with pytest.raises(ConfigError, match="broken off; go on with --resume"):
         uptrain(STORIES, broken, [text], CHOSEN, progress=False)
     changed = dataclasses.replace(CHOSEN, learning_rate=1e-3)
@@ -80,24 +116,6 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
     other.write_text("Something else altogether, and once more. " * 9)
     with pytest.raises(ConfigError, match="another run: data was"):
         uptrain(STORIES, broken, [other], CHOSEN, resume=True, progress=False)
-
-    with TrainingFolder(broken).log_path.open("a") as log:
-        log.write('{"step": 9, "lo')  # torn by the kill
-    resumed = uptrain(STORIES, broken, [text], CHOSEN, resume=True, progress=False)
-    assert resumed["resumed_at_step"] in (6, 3)  # a kill may come before the state of 6 is there
-    assert [line["step"] for line in curve(broken)] == list(range(1, 15))
-    assert curve(broken) == curve(tmp_path / "whole")
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken")]
-    assert files[0] == files[1]
-    assert resumed["last_loss"] == whole["last_loss"] < whole["first_loss"]
-
-    # states are gone, the curve stays; another training there is a new one
-    assert sorted(p.name for p in broken.with_name("broken.training").iterdir()) == [
-        "log.jsonl", "report.json", "run.json"
-    ]  # fmt: skip
-    shutil.rmtree(broken)
-    with pytest.raises(ConfigError, match="came to its end"):
-        uptrain(STORIES, broken, [text], CHOSEN, resume=True, progress=False)
 
 
 def arrays(seed: int) -> dict:

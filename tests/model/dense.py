@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import favor_by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from flax import nnx
 
 from jaxinfer.config import DynamicRope, LinearRope, Llama3Rope, ModelConfig, Rope, StepShape, YarnRope
 from jaxinfer.core import Limits, Slice, StepPlan
+from jaxinfer.model.favor import random_features
 from jaxinfer.model.kv import WriteSlots, create_kv
 from jaxinfer.runtime import inputs
 from pallas_kernels import RaggedBatch
@@ -107,7 +109,11 @@ def dense_logits(
         attended = np.zeros((count, config.num_heads, width))
         for head in range(config.num_heads):
             shared = head // group
-            scores = np.where(seen[shared], q[:, head] @ k[:, shared].T / math.sqrt(width), -np.inf)
+            scores = q[:, head] @ k[:, shared].T / math.sqrt(width)
+            if layer.favor is not None:
+                features = random_features(layer.favor, width)
+                scores = favor_by_hand.log_kernel(q[:, head], k[:, shared], features, width**-0.5)
+            scores = np.where(seen[shared], scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             attended[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, shared]
         x = x + linear(attended.reshape(count, -1), f"{at}.self_attn.o_proj")
@@ -136,7 +142,7 @@ def chunk_logits(
         num_tiles,
         TILE_SIZES,
     )
-    slots = WriteSlots(table[positions // page_size], positions % page_size)
+    slots = WriteSlots(table[positions // page_size], positions % page_size, np.ones(1, np.int32))
     dtype = jax.tree.leaves(state)[0].dtype
     lengths = jnp.asarray([count], jnp.int32)
 
@@ -144,7 +150,7 @@ def chunk_logits(
     def forward(state, tokens, batch, slots):
         model = nnx.merge(graph, state)
         hidden, _ = model(
-            tokens, create_kv(config, pages + 1, page_size, dtype), batch, slots, lengths, decode_rows=0
+            tokens, create_kv(config, pages + 1, page_size, dtype, 1), batch, slots, lengths, decode_rows=0
         )
         return model.logits(hidden)
 
@@ -165,7 +171,7 @@ def paged_logits(
     )  # fmt: skip
     num_pages = 1 + limits.most_pages(total, max(counts))
     free = np.random.default_rng(0).permutation(np.arange(1, num_pages)).tolist()
-    kv = create_kv(config, num_pages, size, jax.tree.leaves(state)[0].dtype)
+    kv = create_kv(config, num_pages, size, jax.tree.leaves(state)[0].dtype, 1)
     pages: list[int] = []
     logits, start = [], 0
 
@@ -186,12 +192,13 @@ def paged_logits(
             pages.append(free.pop())
         piece = Slice(
             uid=0, start=start, tokens=tuple(tokens[start : start + count]), pages=tuple(pages), emit=True,
-            num_prompt=total,
+            num_prompt=total, state_place=1,
         )  # fmt: skip
         shape = StepShape(1, 1, 0) if count == 1 else StepShape(max(counts), 0, 1)
         buffer, _ = inputs.pack(
             StepPlan(0, (piece,)), shape, table_width=-(-total // size), page_size=size,
             num_pages=num_pages, vocab_size=config.vocab_size, most_emitting=1, window=config.window,
+            num_states=1 if config.linear_layers else 0,
         )  # fmt: skip
         got, kv = run(state, kv, jnp.asarray(buffer), shape=shape)
         logits.append(np.asarray(got)[:count])

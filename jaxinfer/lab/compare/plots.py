@@ -77,9 +77,9 @@ def _by_name(names: Sequence[str | None]) -> dict[str | None, str]:
 def _quality(value: dict[str, Any]) -> Any:
     """Points of the best model of each variant and span; the front is a line through those on it."""
     rows = value["derived"]["best"]
-    kinds = [("nats", "nats a token"), ("perplexity", "perplexity")]
+    kinds = [("perplexity", "perplexity")]
     if any(row["accuracy"] for row in rows):
-        kinds[0] = ("accuracy", "accuracy")
+        kinds.append(("accuracy", "accuracy"))
     costs = [("kv_bytes_per_token", "KV bytes a token (bfloat16)", 1, False)]
     device = next((r["figures"]["device"] for r in derive.done(value["cells"], "speed")), None)
     if device is not None:
@@ -88,11 +88,15 @@ def _quality(value: dict[str, Any]) -> Any:
             ("largest_batch", f"largest batch on {device}", 1, True),
         ]
     figure, axes = _figure(
-        2, len(costs), 4.2 * len(costs), 7.0, f"{value['name']}: quality against its costs"
+        len(kinds),
+        len(costs),
+        4.2 * len(costs),
+        3.2 * len(kinds) + 0.7,
+        f"{value['name']}: quality against its costs",
     )
     colours = _by_name([row["variant"] for row in rows])
     spans = list(dict.fromkeys(row["span"] for row in rows))
-    for line, (kind, name) in zip(axes, reversed(kinds), strict=True):
+    for line, (kind, name) in zip(axes, kinds, strict=True):
         for axis, (cost, label, scale, more_is_better) in zip(line, costs, strict=True):
             _plain(axis)
             known = [row for row in rows if row[cost] is not None and row[kind] is not None]
@@ -109,23 +113,33 @@ def _quality(value: dict[str, Any]) -> Any:
                 for row in known
             ]
             front = [known[index] for index in derive.pareto_front(signed)]
-            axis.plot(
-                [row[cost] * scale for row in front], [row[kind]["mean"] for row in front], "-", color=GREY,
-                linewidth=1.0, zorder=0,
-            )  # fmt: skip
+            at = [row[cost] * scale for row in front], [row[kind]["mean"] for row in front]
+            axis.plot(*at, "-", color=GREY, linewidth=1.0, zorder=0)
+            axis.plot(*at, "o", mfc="none", mec="black", ms=11, mew=0.8)
             axis.set(xlabel=label, ylabel=name)
             if known and min(row[cost] for row in known) > 0:
-                axis.set_xscale("log")
+                _logarithmic(axis)
     handles = [_dot(colour, name or "original") for name, colour in colours.items()]
     handles += [_dot(GREY, f"span {span}", MARKERS[place % 8]) for place, span in enumerate(spans)]
+    handles.append(_dot("black", "on the Pareto front", "o", hollow=True))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     return figure
 
 
-def _dot(colour: str, name: str, marker: str = "o") -> Any:
+def _logarithmic(axis: Any) -> None:
+    """Powers of two are what contexts, heads and batches come in."""
+    from matplotlib.ticker import NullFormatter
+
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:.4g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _dot(colour: str, name: str, marker: str = "o", *, hollow: bool = False) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], color=colour, marker=marker, linestyle="", label=name)
+    inside = "none" if hollow else colour
+    return Line2D([], [], color=colour, marker=marker, linestyle="", label=name, mfc=inside)
 
 
 # ------------------------------------------------------------------------- quality against uptraining
@@ -199,7 +213,8 @@ def _context(value: dict[str, Any]) -> Any:
                         marker=MARKERS[spans.index(row["span"]) % len(MARKERS)], ms=4,
                         color=colours[row["variant"]],
                     )  # fmt: skip
-            axis.set(xlabel="tokens of context", ylabel=label, title=where, xscale="log", ylim=(0, None))
+            axis.set(xlabel="tokens of context", ylabel=label, title=where, ylim=(0, None))
+            _logarithmic(axis)
     handles = [_dot(colour, name or "original") for name, colour in colours.items()]
     handles += [_dot(GREY, f"span {span}", MARKERS[place % 8]) for place, span in enumerate(spans)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize="small")

@@ -5,9 +5,9 @@
 
 For each batch and context: requests that arrive together at an idle engine. Prefill: the mean time to their
 first tokens, beside what a simulation of the same load says. Decode: the same prompts again, which are found
-in the prefix cache, so that all decode together from the first steps on; the mean gap between tokens, beside the
-planner's. Also memory: what the planner says of weights and pool, beside the bytes of the arrays that were
-allocated. The last line of stdout is one JSON object.
+in the prefix cache, so that all decode together from the first steps on; the mean gap between tokens, beside
+the planner's. Also memory: what the planner says of weights and pool, beside the bytes of the arrays that
+were allocated. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations

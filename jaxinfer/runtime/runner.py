@@ -123,7 +123,7 @@ class JaxRunner:
 
     @property
     def model(self) -> tuple[nnx.GraphDef, nnx.State]:
-        """The model as `nnx.split` gives it. The arrays are those that the programs run with, and no copies."""
+        """The model as `nnx.split` gives it: the very arrays that the programs run with."""
         return self._graph, self._state
 
     def _new_kv(self) -> KVState:

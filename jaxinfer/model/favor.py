@@ -210,7 +210,8 @@ def attend_rows(
 
 def _held(states: FavorState, places: jax.Array, begins: jax.Array) -> FavorState:
     """The states at `places`, those of rows that begin emptied; both of one shape, () or [rows]."""
-    found = FavorState(*(x[places] for x in states))
+    # Read apart from what is made of it: else XLA reads again after the write, and copies all states first.
+    found = FavorState(*lax.optimization_barrier(tuple(x[places] for x in states)))
     before = nothing(found.totals.shape, found.sums.shape[-1])
 
     def chosen(new: jax.Array, held: jax.Array) -> jax.Array:

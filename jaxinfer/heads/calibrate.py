@@ -1,4 +1,5 @@
-"""What a model's heads do on a text: queries, keys and values of every layer, through `Llama.dense`."""
+"""What a model's heads do on a text, through `Llama.dense`: queries, keys and values of every layer, and how
+far the answers move when some are changed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import calibration_text
 from jaxinfer.model import weights
-from jaxinfer.model.llama import Build
+from jaxinfer.model.llama import Build, Linear, Llama
 from jaxinfer.progress import phase
 from jaxinfer.text.errors import TokenizerError
 from jaxinfer.text.tokenizer import load_tokenizer
@@ -74,25 +75,62 @@ def calibration_pieces(checkpoint: Checkpoint, file: Path | None, most_tokens: i
     return np.concatenate([first, pieces], axis=1) if begin else pieces
 
 
-def activations(checkpoint: Checkpoint, pieces: np.ndarray, *, progress: bool = True) -> list[Activations]:
-    """The model run over `pieces` int32 [texts, S]: what each layer's attention was given, in float32.
-
-    The whole model is loaded for it (float32 on CPU, bfloat16 elsewhere), and let go of before this returns.
-    """
+def loaded(checkpoint: Checkpoint, *, progress: bool = True) -> Llama:
+    """The whole model, to be run over texts: float32 on CPU, bfloat16 elsewhere; weights as [out, in]."""
     config = ModelConfig.from_hf(checkpoint.config)
     platform = jax.default_backend()
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
-    build = Build(dtype, platform, Backend("xla"))  # dense attention is XLA's, whatever the backend
+    build = Build(dtype, platform, Backend("xla"), row_major=True)  # dense attention is XLA's anyway
     total = sum(1 for _ in weights.parameters(config))
     with phase(f"loading {checkpoint.path.name} to calibrate", total=total, wanted=progress) as advance:
-        graph, state = weights.load_params(config, build, checkpoint, on_tensor=advance)
+        return nnx.merge(*weights.load_params(config, build, checkpoint, on_tensor=advance))
 
-    model = nnx.merge(graph, state)  # not traced as a whole: one program serves all layers that are equal
-    found: list[list[tuple[np.ndarray, ...]]] = [[] for _ in config.layers]
+
+def activations(model: Llama, pieces: np.ndarray, *, progress: bool = True) -> list[Activations]:
+    """The model run over `pieces` int32 [texts, S]: what each layer's attention was given, in float32."""
+    found: list[list[tuple[np.ndarray, ...]]] = [[] for _ in model.layers]
     with phase("calibrating", total=len(pieces), wanted=progress) as advance:
-        for piece in pieces:
+        for piece in pieces:  # not traced as a whole: one program serves all layers that are equal
             taps = model.dense(jnp.asarray(piece[None]), tapped=True)[1]
             for layer, tap in zip(found, taps, strict=True):
                 layer.append(tuple(np.asarray(x, np.float32) for x in tap))
             advance(1)
     return [Activations(*map(np.stack, zip(*layer, strict=True))) for layer in found]
+
+
+def log_probabilities(model: Llama, piece: np.ndarray) -> jax.Array:
+    """Of every next token: int32 [S] -> float32 [S, V]."""
+    hidden, _ = model.dense(jnp.asarray(piece[None]))
+    return jax.nn.log_softmax(model.logits(hidden[0]))
+
+
+class Divergence:
+    """How far a model's answers move when the keys and values of one layer do: the mean over the tokens of
+    `pieces` int32 [texts, S] of KL(as it is | changed), in nats."""
+
+    def __init__(self, model: Llama, pieces: np.ndarray):
+        self.model, self.pieces = model, pieces
+        self._before = [log_probabilities(model, piece) for piece in pieces]
+
+    def of(self, layer: int, rows: np.ndarray) -> float:
+        """Of the layer with `rows` [2 K H, D or D + 1] as its k_proj and v_proj, a last column as their
+        biases. The model is left as it was."""
+        qkv = self.model.layers[layer].attention.qkv
+        assert isinstance(qkv, Linear), "weights to be changed are not quantised"
+        kept = [qkv.weight[...], None if qkv.bias is None else qkv.bias[...]]
+        first, inputs = kept[0].shape[0] - len(rows), kept[0].shape[1]
+        try:
+            qkv.weight[...] = kept[0].at[first:].set(rows[:, :inputs].astype(kept[0].dtype))
+            if qkv.bias is not None:
+                qkv.bias[...] = kept[1].at[first:].set(rows[:, inputs].astype(kept[1].dtype))
+            moved = [
+                float(
+                    jnp.mean(jnp.sum(jnp.exp(before) * (before - log_probabilities(self.model, piece)), -1))
+                )
+                for before, piece in zip(self._before, self.pieces, strict=True)
+            ]
+        finally:
+            qkv.weight[...] = kept[0]
+            if qkv.bias is not None:
+                qkv.bias[...] = kept[1]
+        return max(0.0, float(np.mean(moved)))

@@ -19,12 +19,15 @@ from jaxinfer.heads import budget, calibrate, groups, merge
 from jaxinfer.heads.groups import HeadMap, Members
 from jaxinfer.heads.merge import Fold, Freedom
 from jaxinfer.heads.plan import HeadPlan
+from jaxinfer.progress import phase
 
 PRIOR = 1e-3
 """Share of the weights' own moments in what is decided from a text: a text that leaves directions of a head
 untouched says nothing of them, and the weights do."""
 Choice = tuple[int, int]
 """KV heads of a layer, and the most old heads that one of them may have."""
+BUDGET_PIECES = 2
+"""Pieces of the calibration text on which a budget is spread: the model is run for each layer and count."""
 TOKENS = 2048
 """Tokens of calibration where the plan does not say."""
 
@@ -67,16 +70,22 @@ def decide(checkpoint: Checkpoint, plan: HeadPlan, *, progress: bool = True) -> 
     stated = None if plan.kv_budget is not None else _counts(config, plan)
     choices = None if stated is None else _limits(config, plan, old, stated)
     measured: Sequence[calibrate.Activations | None] = [None] * len(old)
+    model, pieces = None, np.zeros((0, 0), np.int32)
     if plan.on_text:
         most_tokens = plan.calibration_tokens or TOKENS
         pieces = calibrate.calibration_pieces(checkpoint, plan.calibration, most_tokens)
-        measured = calibrate.activations(checkpoint, pieces, progress=progress)
+        model = calibrate.loaded(checkpoint, progress=progress)
+        measured = calibrate.activations(model, pieces, progress=progress)
 
     def layer(index: int) -> _Layer:
         return _Layer(config, plan, checkpoint, index, measured[index])
 
     if choices is None:
-        choices = _within_budget(config, plan, layer, old)
+        assert model is not None, "a budget is spread on a text"
+        divergence = calibrate.Divergence(model, pieces[:BUDGET_PIECES])
+        choices = _within_budget(config, plan, layer, old, divergence, progress)
+        del divergence
+    del model  # before a second one is put together
     changes = []
     for index, (count, most) in enumerate(choices):
         each = layer(index)  # made anew, and let go of, for each: moments of all layers would be large
@@ -191,9 +200,12 @@ class _Layer:
         merged = groups.merged(members, self.config.num_heads // self.layer.num_kv_heads)
         return LayerChange(merged, keys, values, key_error, value_error, attention)
 
-    def attention_loss(self, members: Members) -> float:
-        """See `budget.attention_loss`."""
-        return self._attention_loss(members, *self._folds(members))
+    def rows(self, members: Members) -> np.ndarray:
+        """k_proj and v_proj of a layer whose heads are what these groups' new heads stand for: the layer
+        after merging, in the shapes of before. [2 K H, D], with a column for biases where there are any."""
+        folded = zip(self._weights, self._folds(members), strict=True)
+        rebuilt = [_rebuilt(heads.transpose(2, 0, 1)[None], members, folds)[0] for heads, folds in folded]
+        return np.concatenate([x.transpose(1, 2, 0).reshape(-1, len(x)) for x in rebuilt])
 
     def _attention_loss(self, members: Members, keys: tuple[Fold, ...], values: tuple[Fold, ...]) -> float:
         assert self.measured is not None, "only a text tells what attention loses"
@@ -261,16 +273,20 @@ class _Layer:
     @functools.cached_property
     def _weight_moments(self) -> list[np.ndarray]:
         """Those of inputs that are 1 in one place and 0 elsewhere, and of the bias."""
-        moments = []
+        return [merge.moments_of(heads.transpose(2, 0, 1)) for heads in self._weights]
+
+    @property
+    def _weights(self) -> list[np.ndarray]:
+        """k_proj and v_proj by head, [K, H, D], with a column more for biases where there are any."""
+        found = []
         for projection in ("k_proj", "v_proj"):
             name = f"model.layers.{self.index}.self_attn.{projection}"
             rows = self.checkpoint.read(f"{name}.weight").astype(np.float32)
             if self.config.qkv_bias:
                 bias = self.checkpoint.read(f"{name}.bias").astype(np.float32)
                 rows = np.concatenate([rows, bias[:, None]], axis=1)
-            heads = rows.reshape(self.layer.num_kv_heads, self.config.head_dim, -1)
-            moments.append(merge.moments_of(heads.transpose(2, 0, 1)))
-        return moments
+            found.append(rows.reshape(self.layer.num_kv_heads, self.config.head_dim, -1))
+        return found
 
     @functools.cached_property
     def _output(self) -> np.ndarray:
@@ -301,7 +317,12 @@ def _rebuilt(heads: np.ndarray, members: Members, folds: Sequence[Fold]) -> np.n
 
 
 def _within_budget(
-    config: ModelConfig, plan: HeadPlan, layer: Callable[[int], _Layer], old: list[int]
+    config: ModelConfig,
+    plan: HeadPlan,
+    layer: Callable[[int], _Layer],
+    old: list[int],
+    divergence: calibrate.Divergence,
+    progress: bool,
 ) -> list[Choice]:
     """The choices that lose least together under the plan's budget.
 
@@ -317,11 +338,16 @@ def _within_budget(
             for heads in range(n, groups.MOST_PADDING * n + 1)
         ]
         sets = [each for each in sets if all(each)]
+    wanted = [sorted({c for each in sets for c in each[index].items()}) for index in range(len(old))]
     known: list[dict[Choice, float]] = []
-    for index in range(len(old)):
-        here = layer(index)
-        wanted = sorted({choice for each in sets for choice in each[index].items()})
-        known.append({choice: here.attention_loss(here.members(*choice)) for choice in wanted})
+    with phase("measuring layers", total=sum(map(len, wanted)), wanted=progress) as advance:
+        for index, choices in enumerate(wanted):
+            here = layer(index)
+            known.append({})
+            for choice in choices:
+                rows = here.rows(here.members(*choice))
+                known[index][choice] = 0.0 if choice[0] == old[index] else divergence.of(index, rows)
+                advance(1)
     best: tuple[float, list[Choice]] | None = None
     for each in sets:
         losses = [

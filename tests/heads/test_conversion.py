@@ -28,7 +28,8 @@ from tiny import engine_over, greedy, prompts, tiny_runner, token_ids
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.convert import convert
-from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, decide, kv_bytes, lines
+from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, calibrate, decide, kv_bytes, lines
+from jaxinfer.heads.decide import _Layer
 from jaxinfer.planner import ModelCosts
 
 METHODS = ("mean", "first", "random", "norm-weighted", "similarity", "align", "svd")
@@ -295,22 +296,49 @@ def test_a_budget_keeps_heads_where_they_are_needed(tmp_path: Path) -> None:
     assert "%" in "\n".join(lines(change))
 
 
-def test_attention_errors_are_those_of_the_model(tmp_path: Path) -> None:
-    """Of one layer: what the report says is how much the model's own attention changes."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_budget_measures_is_what_one_converted_layer_does(tmp_path: Path, family: str) -> None:
+    """The model with one layer's K/V changed in place diverges as the model converted in that layer does."""
+    keys = KEYS | FAMILIES[family]
+    folder = model_folder(tmp_path / "model", keys, drawn(keys))
+    source = opened(folder)
+    pieces = np.random.default_rng(2).integers(3, 512, (2, 20)).astype(np.int32)
+    divergence = calibrate.Divergence(calibrate.loaded(source, progress=False), pieces)
+
+    def log_softmax(logits: np.ndarray) -> np.ndarray:
+        wide = logits.astype(np.float64)
+        return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+    before = log_softmax(logits_of(source, pieces))
+    members = ((0, 1, 2), (3, 4, 5, 6, 7))
+    for layer in (1, 0):  # the second finds the model as it was
+        plan = HeadPlan(
+            groups=tuple(members if i == layer else tuple((h,) for h in range(8)) for i in range(2)),
+            method="svd", measure="weights",
+        )  # fmt: skip
+        change = decide(source, plan)
+        after = log_softmax(logits_of(Regrouped(source, change), pieces))
+        expected = float(np.mean(np.sum(np.exp(before) * (before - after), axis=-1)))
+        rows = _Layer(change.before, plan, source, layer, None).rows(members)
+        assert divergence.of(layer, rows) == pytest.approx(expected, rel=1e-3)
+        assert expected > 0.01
+    whole = _Layer(change.before, plan, source, 0, None).rows(tuple((h,) for h in range(8)))
+    assert divergence.of(0, whole) == pytest.approx(0, abs=1e-6)
+
+
+def test_attention_errors_are_none_where_nothing_is_merged(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", KEYS, drawn(KEYS))
-    texts = []
-    for kwargs in ({"method": "first"}, {"method": "align"}, {"method": "svd"}):
-        _, change = regrouped(folder, kv_heads=2, calibration_tokens=250, measure="text", **kwargs)
-        texts.append([layer.attention_error for layer in change.layers])
-    assert np.all(np.asarray(texts[2]) < np.asarray(texts[0]))
+    errors = {}
+    for method in ("first", "svd"):
+        _, change = regrouped(folder, kv_heads=2, calibration_tokens=250, measure="text", method=method)
+        errors[method] = np.asarray([layer.attention_error for layer in change.layers])
+    assert np.all(errors["svd"] < errors["first"])
     _, change = regrouped(folder, kv_heads=8, calibration_tokens=250)
     assert [layer.attention_error for layer in change.layers] == [0, 0]
 
 
 def test_a_trained_model_keeps_more_by_better_methods() -> None:
     """stories260k, 4 -> 2 KV heads: the loss on its own kind of text, from best to worst."""
-    from jaxinfer.heads import calibrate
-
     source = opened(STORIES)
     text = (
         "Once upon a time, there was a little dog named Tim. He liked to play with his red ball in the park. "

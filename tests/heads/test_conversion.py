@@ -10,9 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from small_models import (
+from head_models import (
     FAMILIES,
     KEYS,
     STORIES,
@@ -24,6 +22,8 @@ from small_models import (
     opened,
     tensors_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import engine_over, greedy, prompts, tiny_runner, token_ids
 
 from jaxinfer.config import ModelConfig

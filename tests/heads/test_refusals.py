@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as BlockType
-from small_models import KEYS, STORIES, drawn, model_folder, opened, tensors_of
+from head_models import KEYS, STORIES, drawn, model_folder, opened, tensors_of
 
 from jaxinfer.cli import main
 from jaxinfer.convert import convert

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dense import dense_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.dense import dense_logits
 from small_models import byte_llm, few_tokens, logprobs_of
 from tiny import TINY, random_tensors, tiny_config
 

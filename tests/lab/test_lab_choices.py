@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from dense import dense_logits
 from hypothesis import given
 from hypothesis import strategies as st
-from model.dense import dense_logits
 from small_models import LENGTH, byte_llm, logprobs_of
 from tiny import TINY, random_tensors
 

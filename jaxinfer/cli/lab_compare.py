@@ -28,6 +28,8 @@ class Compare:
     """Where the recipe's texts and questions lie; beside the recipe, if left out."""
     discard_models: bool = False
     """Remove each uptrained model once it is measured: a grid may need hundreds of gigabytes."""
+    report_only: bool = False
+    """Run nothing; report on what is there."""
     plots: bool = True
     """Pictures, which need the extra [plots]."""
     json: bool = False
@@ -44,6 +46,7 @@ class Compare:
             files=path.parent if self.files is None else Path(text_argument(self.files)),
             draw=self.plots,
             discard_models=self.discard_models,
+            report_only=self.report_only,
         )
         print(json.dumps(value, allow_nan=False) if self.json else report.page(value))
         return 1 if any(cell["status"] == "failed" for cell in value["cells"]) else 0

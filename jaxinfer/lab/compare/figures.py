@@ -14,7 +14,7 @@ from jaxinfer.bench.target import InProcess
 from jaxinfer.bench.workbench import Workbench
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.heads import merge
-from jaxinfer.heads.calibrate import activations, calibration_pieces
+from jaxinfer.heads.calibrate import activations, calibration_pieces, loaded
 from jaxinfer.lab.compare.recipe import FULL, Evaluation, Speed
 from jaxinfer.lab.evaluate import (
     Estimate,
@@ -27,7 +27,7 @@ from jaxinfer.lab.evaluate import (
 from jaxinfer.llm import LLM
 from jaxinfer.planner import ModelCosts, Workload, device_sheet, plan, plan_memory
 
-MANY = 1 << 20
+MANY = 1 << 40
 """Sequences of an engine whose largest batch memory alone limits."""
 SIMILARITY_TOKENS = 2048
 
@@ -151,7 +151,7 @@ def similarity(model: Path, calibration: Path | None, tokens: int | None) -> dic
     checkpoint = checkpoints.open_checkpoint(model)
     pieces = calibration_pieces(checkpoint, calibration, tokens or SIMILARITY_TOKENS)
     found: dict[str, Any] = {"tokens": int(pieces.size), "keys": [], "values": []}
-    for layer in activations(checkpoint, pieces, progress=False):
+    for layer in activations(loaded(checkpoint, progress=False), pieces, progress=False):
         for kind, heads in (("keys", layer.k), ("values", layer.v)):
             products = merge.likeness(merge.moments_of(heads.reshape(-1, *heads.shape[2:])), None)
             found[kind].append(np.round(cosines(products), 4).tolist())

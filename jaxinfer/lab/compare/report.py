@@ -5,7 +5,7 @@
      "cells": [{"id", "kind": quality | speed | similarity,
                 "role": original | control | converted | uptrained,
                 "variant", "method", "tokens", "seed", "span", "config": what the id is a hash of,
-                "status": done | failed, "error", "figures", "versions", "revision", "seconds"}],
+                "status": done | failed | missing, "error", "figures", "versions", "revision", "seconds"}],
      "derived": {"recoveries", "best"}: see `jaxinfer.lab.compare.derive`}
 
 Perplexities are per token; nats are natural logarithms; bytes and seconds are plain.
@@ -133,6 +133,8 @@ def page(value: dict[str, Any]) -> str:
         parts += ["## What uptraining brought back", *_recoveries(value["derived"]["recoveries"])]
     parts += ["## What it costs", *_costs(value["derived"]["best"], rows)]
     parts += _speeds(rows)
+    if missing := sum(row["status"] == "missing" for row in rows):
+        parts.append(f"{missing} of {len(rows)} cells have not been run.")
     parts += _failures(rows)
     parts += ["## Pictures", *_pictures(rows)]
     return "\n\n".join(parts) + "\n"

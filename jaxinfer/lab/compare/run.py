@@ -42,10 +42,12 @@ def compare(
     files: Path,
     draw: bool = True,
     discard_models: bool = False,
+    report_only: bool = False,
     say: Say = say_on_stderr,
 ) -> dict[str, Any]:
     """Run the cells of `recipe` that `output` does not have, write the report, and return results.json's
-    value. `files`: the folder to which the recipe's texts are relative. `draw`: plots, too.
+    value. `files`: the folder to which the recipe's texts are relative. `draw`: plots, too. `report_only`:
+    run nothing, and report on what is there.
 
     A cell that fails is kept with its error, does not stop the others, and is run again the next time.
     Raises OSError, ConfigError, RequestError or CheckpointError for texts, a source or an output folder that
@@ -55,7 +57,7 @@ def compare(
         plots.check()
     comparison = _Comparison(recipe, output.absolute(), files, say)
     comparison.prepare()
-    rows = comparison.run(discard_models)
+    rows = comparison.rows() if report_only else comparison.run(discard_models)
     value = report.results(recipe, rows, comparison.source_figures())
     report.write(value, output)
     if draw:
@@ -91,12 +93,17 @@ class _Comparison:
         self.cells = grid.cells(self.recipe, self.source_name, self.texts)
         self.output.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def _source_path(self) -> Path:
+        """Of a source that is trained here."""
+        return self.models / f"source-{self.source_name}"
+
     def source(self) -> Path:
         """The original, which is trained here if it is to be and is not there yet."""
         if self._source is None:
             wanted = self.recipe.source
             assert isinstance(wanted, Pretraining)
-            path = self.models / f"source-{self.source_name}"
+            path = self._source_path
             if not (path / "config.json").exists():
                 self.say(f"training the source {path.name} from random weights")
                 source.pretrain(wanted, [self.texts.path(part) for part in wanted.data], path)
@@ -112,8 +119,14 @@ class _Comparison:
         found["training"] = _training(path) if isinstance(wanted, Pretraining) else None
         return found
 
+    def rows(self) -> list[dict[str, Any]]:
+        """What there is of all cells, in order. Raises ConfigError where not even the source is there."""
+        if isinstance(self.recipe.source, Pretraining) and not self._source_path.exists():
+            raise ConfigError(f"nothing to report: {self.output} has no source, and no cell, of this recipe")
+        return [_row(cell, self.folder.read(cell)) for cell in self.cells]
+
     def run(self, discard_models: bool) -> list[dict[str, Any]]:
-        """The rows of all cells, in order."""
+        """The rows of all cells, in order, after those that are not there were run."""
         found = {cell.name: self.folder.read(cell) for cell in self.cells}
         todo = [cell for cell in self.cells if (found[cell.name] or {}).get("status") != "done"]
         self.say(f"compare {self.recipe.name}: {len(self.cells)} cells, {len(todo)} to run")
@@ -130,7 +143,7 @@ class _Comparison:
             gc.collect()
             if discard_models:
                 self._discard(todo[number:])
-        return [{**_described(cell), **(found[cell.name] or {})} for cell in self.cells]
+        return [_row(cell, found[cell.name]) for cell in self.cells]
 
     def _record(self, cell: Cell) -> dict[str, Any]:
         base = {"versions": report.versions(), "revision": report.revision(), "error": None, "figures": None}
@@ -236,13 +249,20 @@ class _Comparison:
 # ------------------------------------------------------------------------------------------------ records
 
 
-def _described(cell: Cell) -> dict[str, Any]:
+MISSING = {
+    "status": "missing", "error": None, "figures": None, "versions": {}, "revision": None, "seconds": 0.0,
+}  # fmt: skip
+
+
+def _row(cell: Cell, record: dict[str, Any] | None) -> dict[str, Any]:
+    """A cell as results.json has it."""
     model = cell.model
-    return {
+    described = {
         "id": cell.name, "kind": cell.kind, "role": model.role,
         "variant": model.variant and model.variant.name, "method": model.method and model.method.name,
         "tokens": model.tokens, "seed": model.seed, "span": cell.span, "config": cell.config,
     }  # fmt: skip
+    return {**described, **(MISSING if record is None else record)}
 
 
 def _errors(change: HeadChange) -> dict[str, float | None]:

@@ -345,8 +345,9 @@ def _within_budget(
             here = layer(index)
             known.append({})
             for choice in choices:
-                rows = here.rows(here.members(*choice))
-                known[index][choice] = 0.0 if choice[0] == old[index] else divergence.of(index, rows)
+                same = choice[0] == old[index]
+                moved = 0.0 if same else divergence.of(index, here.rows(here.members(*choice)))
+                known[index][choice] = moved
                 advance(1)
     best: tuple[float, list[Choice]] | None = None
     for each in sets:

@@ -157,7 +157,7 @@ def test_what_is_new_alone_is_run_and_what_fails_stays_alone(first, tmp_path: Pa
 
 def test_a_discarded_model_is_not_needed(first, tmp_path: Path) -> None:
     shutil.copytree(first[0], tmp_path, dirs_exist_ok=True)
-    wanted = parse_recipe(recipe(grid__spans=["full", "window:8"]))
+    wanted = parse_recipe(recipe(evaluate__windows=2))
     models = tmp_path / "work" / "models"
     before = sum((path / "config.json").exists() for path in models.iterdir())
     compare(wanted, tmp_path, files=tmp_path, draw=False, discard_models=True, say=Journal())

@@ -33,7 +33,7 @@ from jaxinfer.text import ChatTemplate, Tokenizer, load_tokenizer
 from jaxinfer.text.export import hugging_face_files
 from jaxinfer.text.gguf_tokenizer import PRE_KINDS
 
-# Helpers of two rooms' own tests.
+# Shared by the tests of two rooms.
 sys.path += [str(Path(__file__).parent / room) for room in ("checkpoints", "text")]
 import folder_writing
 from gguf_writing import random_weights, write_gguf

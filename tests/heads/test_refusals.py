@@ -19,7 +19,7 @@ from jaxinfer.convert import convert
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadPlan, decide
 
-# Helpers of two rooms' own tests.
+# Shared by the tests of two rooms.
 sys.path += [str(Path(__file__).parent.parent / room) for room in ("checkpoints", "text")]
 from gguf_writing import random_weights, write_gguf
 from small_tokenizers import small_source

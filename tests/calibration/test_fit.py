@@ -50,7 +50,7 @@ def as_measured(kinds: list[StepKind], noise: float = 0.0, seed: int = 1) -> lis
 
 
 class _Pool:
-    page_size, num_pages = 16, 300
+    page_size, num_pages, num_states = 16, 300, 0
 
 
 ABOUT = {

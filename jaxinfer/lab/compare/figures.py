@@ -25,7 +25,7 @@ from jaxinfer.lab.evaluate import (
     read_questions,
 )
 from jaxinfer.llm import LLM
-from jaxinfer.planner import ModelCosts, Workload, device_sheet, plan, plan_memory
+from jaxinfer.planner import ModelCosts, RooflineTime, Steps, device_sheet, plan_memory, tpot_s, ttft_s
 
 MANY = 1 << 40
 """Sequences of an engine whose largest batch memory alone limits."""
@@ -103,21 +103,19 @@ def speed(model: Path, span: str, wanted: Speed, engine: dict[str, Any]) -> dict
     seen = EngineConfig(attention_span=None if span == FULL else span, **engine).span()
     config = config if seen is None else config.spanned(seen)
     costs, sheet = ModelCosts(config), device_sheet(wanted.device)
-    budget = max(2048, wanted.batch)
+    time = RooflineTime(costs, sheet)  # and not `plan`, whose TTFT of a whole batch takes batch ** 2
+    steps = Steps(wanted.batch, max(2048, wanted.batch), sheet.platform)
     predicted = []
     for context in wanted.contexts:
-        workload = Workload(
-            context=context, batch=wanted.batch, output=wanted.output, max_num_batched_tokens=budget
-        )
-        made = plan("", costs, sheet, workload)
         memory = plan_memory(
-            costs, sheet.memory_bytes, max_model_len=workload.length, max_num_seqs=MANY,
+            costs, sheet.memory_bytes, max_model_len=context + wanted.output, max_num_seqs=MANY,
             max_num_batched_tokens=MANY,
         )  # fmt: skip
         predicted.append(
             {
-                "context": context, "ttft_s": made.prefill.expected_s, "tpot_s": made.decode.expected_s,
-                "kv_bytes": made.memory.page_bytes * made.memory.pages_per_sequence,
+                "context": context, "ttft_s": ttft_s(time, [context], steps)[0],
+                "tpot_s": tpot_s(time, wanted.batch, context, wanted.output, steps),
+                "kv_bytes": memory.page_bytes * memory.pages_per_sequence,
                 "largest_batch": memory.largest_batch,
             }
         )  # fmt: skip

@@ -154,7 +154,7 @@ def _uptraining(value: dict[str, Any]) -> Any:
     variants = list(dict.fromkeys(group["variant"] for group in groups if group["variant"]))
     colours = _by_name([group["method"] for group in groups if group["method"]])
     title = f"{value['name']}: quality against tokens of uptraining (span {span})"
-    figure, axes = _figure(1, max(1, len(variants)), 4.4 * max(1, len(variants)), 4.2, title)
+    figure, axes = _figure(1, max(1, len(variants)), max(6.5, 4.4 * len(variants)), 4.2, title)
     for axis, variant in zip(axes[0], variants, strict=False):
         _plain(axis)
         for method, colour in colours.items():

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import TINY, tiny_config
 
-from jaxinfer.config import LayerConfig, ModelConfig
+from jaxinfer.config import Favor, LayerConfig, ModelConfig
 from jaxinfer.core import ConfigError
 from jaxinfer.model import kv, weights
 from jaxinfer.model.llama import Build
 from jaxinfer.planner import ModelCosts
+from jaxinfer.planner.memory import plan_memory
 from jaxinfer.presets import PRESETS
 from pallas_kernels import Backend
 
@@ -54,6 +55,39 @@ def test_kv_bytes_are_those_of_the_pages(kv_dtype: str) -> None:
     config = dataclasses.replace(TINY, layers=(LayerConfig(1), LayerConfig(4)))
     page = kv.page_bytes(config, 16, jax.numpy.dtype(KV_DTYPES.get(kv_dtype, kv_dtype)))
     assert ModelCosts(config, kv_dtype=kv_dtype).kv_bytes_per_token * 16 == page
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=5))
+def test_linear_attention_costs_its_states_and_nothing_for_what_came_before(
+    spans: list[tuple[int, int]],
+) -> None:
+    softmax = dataclasses.replace(TINY, layers=(LayerConfig(2),))
+    both = dataclasses.replace(TINY, layers=(LayerConfig(2), LayerConfig(4, favor=Favor(32))))
+    linear = dataclasses.replace(TINY, layers=both.layers[1:])
+    costs = [ModelCosts(config, kv_dtype="float32") for config in (softmax, linear, both)]
+    states = jax.eval_shape(lambda: kv.create_kv(both, 9, 16, jax.numpy.dtype("float32"), 5)).states
+    assert (
+        6 * costs[2].state_bytes == 6 * both.state_bytes == sum(x.size * 4 for x in jax.tree.leaves(states))
+    )
+    assert [c.kv_bytes_per_token for c in costs] == [c.config.kv_bytes_per_token(4) for c in costs]
+    moved, operations = zip(*(c.attention(spans) for c in costs), strict=True)
+    assert moved[2] == moved[0] + moved[1]
+    assert operations[2] == operations[0] + operations[1]
+    tokens = sum(count for _, count in spans)
+    assert moved[1] == 2 * len(spans) * linear.state_bytes
+    assert operations[1] == 4 * 32 * 16 * (8 + 4) * tokens  # r H (N + K), whatever the positions
+    assert ModelCosts(both, tensor_parallel=2).state_bytes * 2 == both.state_bytes
+
+
+def test_memory_is_planned_with_states() -> None:
+    both = dataclasses.replace(TINY, layers=(LayerConfig(2), LayerConfig(4, favor=Favor(32))))
+    linear = dataclasses.replace(TINY, layers=both.layers[1:])
+    plans = [
+        plan_memory(ModelCosts(config), 10**9, max_model_len=256, max_num_seqs=8) for config in (both, linear)
+    ]
+    assert [plan.state_bytes for plan in plans] == [9 * both.state_bytes] * 2
+    assert plans[1].pool_bytes == plans[1].page_bytes == 0
+    assert all(plan.fits and plan.largest_batch == 8 for plan in plans)
 
 
 @pytest.mark.parametrize("name", PRESETS)

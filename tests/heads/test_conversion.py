@@ -357,3 +357,5 @@ def test_a_trained_model_keeps_more_by_better_methods() -> None:
     }
     assert nll(source) < losses["svd"] < losses["mean"]
     assert losses["align"] < losses["mean"]
+    spread = nll(regrouped(STORIES, kv_budget=0.5, method="mean", calibration_tokens=512)[0])
+    assert spread < losses["mean"] - 0.3  # as many heads, where they are needed

@@ -6,8 +6,11 @@ pytest puts this folder on the import path because of this file, so tests anywhe
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +24,15 @@ settings.register_profile(
     "jaxinfer", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("jaxinfer")
+
+
+@pytest.fixture(autouse=True)
+def seeded_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without a seed takes one of the system, so that a test would draw other tokens at every run: once in
+    some hundred runs the end of the text at once, or the token that was planted to break a step."""
+    seeds = itertools.count()
+    seeded = SimpleNamespace(Random=lambda seed: random.Random(next(seeds) if seed is None else seed))
+    monkeypatch.setattr("jaxinfer.engine.engine.random", seeded)
 
 
 @pytest.fixture(scope="session")

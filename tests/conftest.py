@@ -28,8 +28,8 @@ settings.load_profile("jaxinfer")
 
 @pytest.fixture(autouse=True)
 def seeded_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine without a seed takes one of the system, so that a test would draw other tokens at every run: once in
-    some hundred runs the end of the text at once, or the token that was planted to break a step."""
+    """An engine without a seed takes one of the system, so that a test would draw other tokens at every run:
+    once in some hundred runs the end of the text at once, or the token that was planted to break a step."""
     seeds = itertools.count()
     seeded = SimpleNamespace(Random=lambda seed: random.Random(next(seeds) if seed is None else seed))
     monkeypatch.setattr("jaxinfer.engine.engine.random", seeded)

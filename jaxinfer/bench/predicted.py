@@ -95,7 +95,9 @@ def costs_of(llm: LLM) -> ModelCosts | None:
     config, model = llm.engine_config, llm.model_config
     if model is None or config.dtype == "auto" or config.kv_cache_dtype == "auto":
         return None
-    return ModelCosts(model, config.dtype, config.kv_cache_dtype, config.quantization)
+    return ModelCosts(
+        model, config.dtype, config.kv_cache_dtype, config.quantization, page_size=config.page_size
+    )
 
 
 def step_time(costs: ModelCosts, stats: Any, calibration: Calibration | None) -> tuple[StepTime, str] | None:

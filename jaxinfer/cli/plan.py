@@ -33,6 +33,8 @@ class Plan:
     """Tokens of a page of K/V."""
     memory_utilization: float = 0.9
     """Share of the memory left by the weights that the pool takes."""
+    attention_span: str | None = None
+    """What queries see: as the flag of `serve`."""
     json: bool = False
     """As one JSON object."""
     plot: Annotated[str | None, arg(metavar="FILE")] = None
@@ -46,15 +48,19 @@ class Plan:
         from jaxinfer.shapes import model_shape
 
         config = model_shape(self.model)
-        target = self.on.resolve(config)
-        budget = EngineConfig(max_num_batched_tokens=self.max_num_batched_tokens).on(target.sheet.platform)
+        engine = EngineConfig(
+            max_num_batched_tokens=self.max_num_batched_tokens, page_size=self.page_size,
+            attention_span=self.attention_span,
+        )  # fmt: skip
+        target = self.on.resolve(config, engine)
+        budget = engine.on(target.sheet.platform)
         assert budget.max_num_batched_tokens is not None
         context = self.context
         if context is None:
             context = max(1, min(2048, config.max_position - self.output))
         workload = Workload(
             context=context, batch=self.batch, output=self.output,
-            max_num_batched_tokens=budget.max_num_batched_tokens, page_size=self.page_size,
+            max_num_batched_tokens=budget.max_num_batched_tokens,
             memory_utilization=self.memory_utilization,
         )  # fmt: skip
         made = plan(

@@ -31,20 +31,23 @@ class DeviceFlags:
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
     """Of the K/V pages; auto is that of arithmetic."""
 
-    def costs(self, config: ModelConfig, platform: str) -> ModelCosts:
-        """The arithmetic of a model in these numbers. Raises ConfigError."""
+    def costs(self, config: ModelConfig, platform: str, page_size: int) -> ModelCosts:
+        """The arithmetic of a model in these numbers, and in pages of so many tokens. Raises ConfigError."""
         quantization = self.weight_dtype if self.weight_dtype in ("int8", "int4", "fp8") else None
         dtype = "auto" if quantization else self.weight_dtype
         engine = EngineConfig(
             dtype=dtype, kv_cache_dtype=self.kv_dtype, quantization=quantization,  # type: ignore[arg-type]
         ).on(platform)  # fmt: skip
-        return ModelCosts(config, engine.dtype, engine.kv_cache_dtype, quantization, self.tp)
+        return ModelCosts(config, engine.dtype, engine.kv_cache_dtype, quantization, self.tp, page_size)
 
-    def resolve(self, config: ModelConfig) -> Target:
-        """The device, and what says how long steps take on it. Raises ConfigError."""
+    def resolve(self, config: ModelConfig, engine: EngineConfig) -> Target:
+        """The device, and what says how long steps take on it; of `engine` count the pages and the attention
+        span. Raises ConfigError."""
+        span = engine.span()
+        config = config if span is None else config.spanned(span)
         if self.device not in DETECT:
             sheet = device_sheet(self.device)
-            costs = self.costs(config, sheet.platform)
+            costs = self.costs(config, sheet.platform, engine.page_size)
             return Target(
                 sheet, costs, lambda costs: RooflineTime(costs, sheet),
                 "the device's sheet at assumed shares (jaxinfer.planner.Efficiency)", None,
@@ -55,7 +58,7 @@ class DeviceFlags:
             os.environ["JAX_PLATFORMS"] = "cpu"
         from jaxinfer.calibration import detected
 
-        return Target(*detected(lambda platform: self.costs(config, platform)))
+        return Target(*detected(lambda platform: self.costs(config, platform, engine.page_size)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class LimitFlags:
     """Share of the memory that the weights leave, for the pool."""
     enable_prefix_caching: bool = True
     """Keep the K/V of finished sequences as long as nobody needs their pages."""
+    attention_span: str | None = None
+    """What queries see."""
     async_scheduling: bool = True
     """Plan the next step while the device runs this one."""
 
@@ -61,8 +63,8 @@ class LimitFlags:
         stated = EngineConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
         read = None if calibration is None else Calibration.load(Path(calibration))
         config = model_shape(model)
-        target = flags.resolve(config)
-        sheet, costs = target.sheet, target.costs
+        target = flags.resolve(config, stated)
+        sheet, costs, config = target.sheet, target.costs, target.costs.config
         engine = stated.on(sheet.platform)
         assert engine.max_num_seqs is not None
         assert engine.max_num_batched_tokens is not None
@@ -70,13 +72,11 @@ class LimitFlags:
         step_time, basis = target.time, target.expectation
         if read is not None:
             step_time, basis = CalibratedTime(costs, read), f"calibration of {read.device}, {read.date}"
-        one = (-(-length // engine.page_size) + 1) * round(costs.kv_bytes_per_token * engine.page_size)
         memory = plan_memory(
             costs, sheet.memory_bytes, max_model_len=length, max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens, page_size=engine.page_size,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
             memory_utilization=engine.memory_utilization,
-            # The engine leaves room for one sequence, whatever the limit is.
-            pool_limit_bytes=None if target.pool_limit_bytes is None else max(target.pool_limit_bytes, one),
+            pool_limit_bytes=target.pool_limit_bytes,
         )  # fmt: skip
         if memory.num_pages < 2 and engine.num_pages is None:
             raise UsageError(
@@ -86,7 +86,7 @@ class LimitFlags:
         limits = Limits(
             num_pages=engine.num_pages or memory.num_pages, page_size=engine.page_size,
             max_num_seqs=engine.max_num_seqs, max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_model_len=length, vocab_size=config.vocab_size, window=config.window,
+            max_model_len=length, vocab_size=config.vocab_size, window=config.window, sinks=config.sinks,
             stateful=bool(config.linear_layers),
         )  # fmt: skip
         ladder = shape_ladder(engine.max_num_seqs, engine.max_num_batched_tokens, platform=sheet.platform)

@@ -19,11 +19,13 @@ from jaxinfer.config.spans import (
 from jaxinfer.config.steps import (
     SampleShape,
     StepShape,
+    cheapest_shape,
     choose_step_shape,
     invariant_ladder,
     is_invariant,
     most_emitting,
     sample_ladder,
+    sampled_rows,
     shape_ladder,
 )
 
@@ -45,11 +47,13 @@ __all__ = [
     "WindowSpan",
     "YarnRope",
     "attention_span",
+    "cheapest_shape",
     "choose_step_shape",
     "invariant_ladder",
     "is_invariant",
     "most_emitting",
     "sample_ladder",
+    "sampled_rows",
     "shape_ladder",
     "shown_layers",
     "with_linear_attention",

@@ -140,14 +140,27 @@ def most_emitting(ladder: tuple[StepShape, ...]) -> int:
 
 def choose_step_shape(plan: StepPlan, ladder: tuple[StepShape, ...]) -> StepShape:
     """The cheapest bucket that holds the plan."""
-    total = plan.num_tokens
-    ones = 0 if is_invariant(ladder) else sum(len(piece.tokens) == 1 for piece in plan.slices)
-    chunks = len(plan.slices) - ones
-    chunk_tokens = total - ones
+    ones = sum(len(piece.tokens) == 1 for piece in plan.slices)
+    return cheapest_shape(ladder, ones, len(plan.slices) - ones, plan.num_tokens - ones)
+
+
+def cheapest_shape(ladder: tuple[StepShape, ...], ones: int, chunks: int, chunk_tokens: int) -> StepShape:
+    """The cheapest bucket that holds `ones` one-token slices, and `chunks` longer ones of so many tokens."""
+    if is_invariant(ladder):
+        ones, chunks, chunk_tokens = 0, ones + chunks, ones + chunk_tokens
     for shape in ladder:
         if shape.holds(ones, chunks, chunk_tokens):
             return shape
     raise AssertionError(f"no bucket holds {ones} one-token slices, {chunks} chunks, {chunk_tokens} tokens")
+
+
+def sampled_rows(ladder: tuple[StepShape, ...], emitting: int) -> int:
+    """Rows of the sampler's cheapest bucket (`sample_ladder`) for so many slices that emit, or rows that are
+    scored; 0 when there are none."""
+    most = most_emitting(ladder)
+    if not emitting or is_invariant(ladder):
+        return most if emitting else 0
+    return min(1 << (emitting - 1).bit_length(), max(most, emitting))
 
 
 FEW_CHANGES = 512

@@ -4,12 +4,22 @@ Pure Python: no weights, no jax. The engine counts its own steps with the same `
 runs the real scheduler on a `StepTime`, so that what is predicted and measured shares its arithmetic.
 """
 
-from jaxinfer.planner.costs import ModelCosts, StepWork, keys_of
+from jaxinfer.planner.costs import ModelCosts, StepWork
 from jaxinfer.planner.devices import DEVICES, DeviceSheet, device_sheet, measured_sheet
 from jaxinfer.planner.memory import MemoryPlan, activation_bytes, logits_bytes, plan_memory
-from jaxinfer.planner.plan import Phase, Plan, Remedy, Wall, Workload, plan, remedies, with_kv_heads
+from jaxinfer.planner.plan import Phase, Plan, Remedy, Workload, plan, remedies, with_kv_heads
 from jaxinfer.planner.predict import Steps, tokens_per_s, tpot_s, ttft_s
-from jaxinfer.planner.step_time import FLOOR, MEASURED, Efficiency, RooflineTime, StepParts, StepTime
+from jaxinfer.planner.step_time import (
+    FLOOR,
+    MEASURED,
+    Efficiency,
+    RooflineTime,
+    StepParts,
+    StepTime,
+    Wall,
+    binding_wall,
+)
+from jaxinfer.planner.views import KeyView, keys_of
 
 __all__ = [
     "DEVICES",
@@ -17,6 +27,7 @@ __all__ = [
     "MEASURED",
     "DeviceSheet",
     "Efficiency",
+    "KeyView",
     "MemoryPlan",
     "ModelCosts",
     "Phase",
@@ -30,6 +41,7 @@ __all__ = [
     "Wall",
     "Workload",
     "activation_bytes",
+    "binding_wall",
     "device_sheet",
     "keys_of",
     "logits_bytes",

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from jaxinfer.config import LayerConfig, ModelConfig
 from jaxinfer.core import ConfigError, StepPlan
+from jaxinfer.planner.views import KeyView
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8_e4m3": 1.0}
 """Of one number."""
@@ -52,7 +53,7 @@ class StepWork:
 class ModelCosts:
     """A model as it is run: dtype of weights and arithmetic, of the pages, quantised weights, and over how
     many devices (`tensor_parallel`: heads, MLP and vocabulary are split; KV heads are split as far as they
-    go, then repeated). All bytes and operations are those of ONE device.
+    go, then repeated), in pages of `page_size` tokens. All bytes and operations are those of ONE device.
 
     Raises ConfigError when the heads or the MLP cannot be split so.
     """
@@ -62,6 +63,7 @@ class ModelCosts:
     kv_dtype: str = "bfloat16"
     quantization: str | None = None
     tensor_parallel: int = 1
+    page_size: int = 16
 
     def __post_init__(self) -> None:
         c, n = self.config, self.tensor_parallel
@@ -73,6 +75,8 @@ class ModelCosts:
                 raise ConfigError(
                     f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, allowed))}"
                 )
+        if self.page_size < 1:
+            raise ConfigError(f"page_size must be at least 1, got {self.page_size}")
         if n < 1 or c.num_heads % n or c.intermediate_size % n:
             raise ConfigError(
                 f"{n} devices cannot share {c.num_heads} heads and an MLP of {c.intermediate_size} evenly"
@@ -154,6 +158,19 @@ class ModelCosts:
         """In all layers: 2 · layers · KV heads · H · bytes, where all layers are alike."""
         return sum(self.kv_bytes_of(layer) for layer in self.config.layers)
 
+    def _bounds_bytes_of(self, layer: LayerConfig) -> float:
+        """Bytes of the least and the largest key of one page in one layer, where queries choose pages."""
+        if layer.top_pages is None:
+            return 0.0
+        number = BYTES["float32" if self.kv_dtype == "int8" else self.kv_dtype]
+        return 2 * self._kv_heads(layer) * self.config.head_dim * number
+
+    @cached_property
+    def page_bytes(self) -> float:
+        """Of one page in all layers: K/V, scales, and the bounds by which queries choose."""
+        bounds = sum(self._bounds_bytes_of(layer) for layer in self.config.layers)
+        return self.kv_bytes_per_token * self.page_size + bounds
+
     @cached_property
     def state_bytes(self) -> float:
         """Of one sequence, in layers of linear attention: no more for a longer one."""
@@ -165,38 +182,64 @@ class ModelCosts:
         layers = self.config.layers
         return [self._kv_heads(layer) * layer.favor.features for layer in layers if layer.favor is not None]
 
-    def linear_attention(self, slices: int, tokens: int) -> tuple[float, float]:
-        """(bytes of states read and written, operations) of slices with so many tokens in all."""
+    @cached_property
+    def _state_rates(self) -> tuple[float, float]:
+        """(bytes of states read and written for a slice, operations for a token)."""
         features = sum(layer.favor.features for layer in self.config.layers if layer.favor is not None)
         heads = features * self.config.num_heads // self.tensor_parallel + sum(self._state_numbers)
-        return 2 * self.state_bytes * slices, 4.0 * heads * self.config.head_dim * tokens
+        return 2 * self.state_bytes, 4.0 * heads * self.config.head_dim
+
+    def linear_attention(self, slices: int, tokens: int) -> tuple[float, float]:
+        """(bytes of states read and written, operations) of slices with so many tokens in all."""
+        state_bytes, operations = self._state_rates
+        return state_bytes * slices, operations * tokens
 
     @cached_property
-    def _views(self) -> dict[tuple[int | None, int], tuple[float, int]]:
-        """Layers with one window and as many sinks see the same keys: (window, sinks) -> bytes a key,
-        operations a query and key."""
-        views: dict[tuple[int | None, int], tuple[float, int]] = {}
-        operations = 4 * (self.config.num_heads // self.tensor_parallel) * self.config.head_dim
+    def _views(self) -> dict[KeyView, tuple[float, float, float]]:
+        """Layers that see the same keys together: bytes a key, operations a query and key, bytes of a page's
+        bounds. To bound a page's scores takes a query as many operations as to see a key."""
+        views: dict[KeyView, tuple[float, float, float]] = {}
+        operations = 4.0 * (self.config.num_heads // self.tensor_parallel) * self.config.head_dim
         for layer in self.config.layers:
-            if layer.favor is not None:
-                continue
-            size, count = views.get((layer.window, layer.sinks), (0.0, 0))
-            views[layer.window, layer.sinks] = size + self.kv_bytes_of(layer), count + operations
+            if layer.favor is None:
+                view = KeyView.of(layer, self.config.page_span, self.page_size)
+                key, count, bounds = views.get(view, (0.0, 0.0, 0.0))
+                bounds += self._bounds_bytes_of(layer)
+                views[view] = key + self.kv_bytes_of(layer), count + operations, bounds
         return views
 
+    @cached_property
+    def key_rates(self) -> tuple[tuple[int | None, float, float], ...]:
+        """What a query after the prompt costs by the tokens up to it, as a sum of parts that are linear in
+        them: (most, bytes, operations) each for min(tokens, most), None: for all of them.
+
+        The pages that a span or a choice is made of count as full, which is less than a page too many.
+        """
+        rates: dict[int | None, tuple[float, float]] = {}
+        for view, (key_bytes, operations, bounds_bytes) in self._views.items():
+            parts = [(view.most, key_bytes, operations)]
+            if view.top is not None:
+                parts.append((None, bounds_bytes / view.page_size, operations / view.page_size))
+            for most, more_bytes, more_operations in parts:
+                moved, computed = rates.get(most, (0.0, 0.0))
+                rates[most] = moved + more_bytes, computed + more_operations
+        return tuple((most, *rate) for most, rate in rates.items())
+
     def attention(self, spans: Iterable[Span]) -> tuple[float, float]:
-        """(bytes of K/V and states, operations) of the slices together. Where queries choose pages, as if
-        they saw all: what they save is not told apart here."""
-        spans, paged = list(spans), self.config.page_span
+        """(bytes of K/V and states, operations) of the slices together."""
+        spans = list(spans)
+        ones = [start for start, count in spans if count == 1]
+        chunks = [span for span in spans if span[1] > 1]
         moved, operations = self.linear_attention(len(spans), sum(count for _, count in spans))
-        for (window, sinks), (key_bytes, key_operations) in self._views.items():
-            read = seen = 0
-            for start, count in spans:
-                r, s = paged.keys_of(start, count) if paged else keys_of(start, count, window, sinks)
+        for view, (key_bytes, key_operations, bounds_bytes) in self._views.items():
+            read = seen = view.keys_of_ones(ones)
+            for start, count in chunks:
+                r, s = view.keys_of(start, count)
                 read += r
                 seen += s
-            moved += key_bytes * read
-            operations += key_operations * seen
+            bounds = 0 if view.top is None else sum(view.bounds_of(*span) for span in spans)
+            moved += key_bytes * read + bounds_bytes * bounds
+            operations += key_operations * (seen + bounds)
         return moved, operations
 
     # ---------------------------------------------------------------------------------------- steps
@@ -271,27 +314,3 @@ class ModelCosts:
 
     def _excess(self, length: int) -> float:
         return self.attention([(0, length)])[1] - 2.0 * self.layer_params * length
-
-
-def keys_of(start: int, count: int, window: int | None, sinks: int = 0) -> tuple[int, int]:
-    """Of a slice: keys that it reads, each once; and keys seen, by all its queries together."""
-    if sinks and window is not None:
-        read, seen = keys_of(start, count, window)
-        more = _sinks_seen(start + count, window, sinks) - _sinks_seen(start, window, sinks)
-        return read + min(sinks, max(0, start - window + 1)), seen + more
-    if count == 1:
-        keys = start + 1 if window is None else min(start + 1, window)
-        return keys, keys
-    if window is None:
-        return start + count, count * start + count * (count + 1) // 2
-    read = start + count - max(0, start - window + 1)
-    growing = min(count, max(0, window - start))  # queries that see less than a window before them
-    return read, growing * start + growing * (growing + 1) // 2 + (count - growing) * window
-
-
-def _sinks_seen(length: int, window: int, sinks: int) -> int:
-    """Sinks that the first `length` queries of a text see outside of their windows, all together: the query
-    at p sees min(sinks, p + 1 - window) there."""
-    past = max(0, length - window)
-    growing = min(past, sinks)
-    return growing * (growing + 1) // 2 + (past - growing) * sinks

@@ -47,26 +47,25 @@ def plan_memory(
     max_model_len: int,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
-    page_size: int = 16,
     memory_utilization: float = 0.9,
     pool_limit_bytes: int | None = None,
 ) -> MemoryPlan:
     """Pages, and the most sequences of `max_model_len` tokens that fit together.
 
-    `pool_limit_bytes`: the most that a pool takes whatever is free (on CPU the engine has such a limit).
+    `pool_limit_bytes`: the most that a pool takes whatever is free (on CPU the engine has such a limit), but
+    for the room of one sequence, which the engine always leaves.
     """
-    weights = round(costs.weight_bytes)
-    page = round(costs.kv_bytes_per_token * page_size)
+    weights, page, config = round(costs.weight_bytes), round(costs.page_bytes), costs.config
     limits = Limits(
-        num_pages=2, page_size=page_size, max_num_seqs=max_num_seqs,
+        num_pages=2, page_size=costs.page_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-        vocab_size=costs.config.vocab_size, window=costs.config.window,
+        vocab_size=config.vocab_size, window=config.window, sinks=config.sinks,
     )  # fmt: skip
     each = limits.pages_per_sequence
     states = round(costs.state_bytes * (max_num_seqs + 1)) if costs.state_bytes else 0
     room = int(max(0, device_bytes - weights - states) * memory_utilization)
     if pool_limit_bytes is not None:
-        room = min(room, pool_limit_bytes)
+        room = min(room, max(pool_limit_bytes, (each + 1) * page))
     pages = max_num_seqs * each + 1  # the most that can be of use
     if page:
         pages = min(room // page, pages)

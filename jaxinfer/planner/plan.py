@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.core import ConfigError
 from jaxinfer.planner.costs import BYTES, ModelCosts, StepWork
 from jaxinfer.planner.devices import DeviceSheet
 from jaxinfer.planner.memory import MemoryPlan, plan_memory
-from jaxinfer.planner.predict import Steps, tokens_per_s, tpot_s, ttft_s
-from jaxinfer.planner.step_time import FLOOR, RooflineTime, StepTime
-
-Wall = Literal["capacity", "bandwidth", "compute", "exchange", "scheduling"]
+from jaxinfer.planner.predict import Steps, tpot_s, ttft_s
+from jaxinfer.planner.step_time import FLOOR, RooflineTime, StepTime, Wall, binding_wall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +24,10 @@ class Workload:
     batch: int = 8
     output: int = 256
     max_num_batched_tokens: int = 2048
-    page_size: int = 16
     memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch", "output", "max_num_batched_tokens", "page_size"):
+        for name in ("context", "batch", "output", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0.0 < self.memory_utilization <= 1.0:
@@ -93,6 +90,8 @@ class Plan:
     """Prompt length at which attention computes as much as the layers' products."""
     expectation: str
     """Whence the expected times: assumptions about a sheet, or a calibration."""
+    pool_limit_bytes: int | None
+    """The most that the pool may take, whatever is free."""
 
     @property
     def mbu(self) -> float:
@@ -128,30 +127,12 @@ def plan(
     pool_limit_bytes: int | None = None,
 ) -> Plan:
     """The plan of a workload. `time` gives the expected step times (None: the roofline at assumed shares)."""
-    time = time or RooflineTime(costs, sheet)
-    best = RooflineTime(costs, sheet, FLOOR)
-    w = workload
-    steps = Steps(max(w.batch, 1), w.max_num_batched_tokens, sheet.platform)
-    exact = Steps(max(w.batch, 1), w.max_num_batched_tokens, sheet.platform, padded=False)
-    # -- prefill: the bytes are those of its chunks, each of which reads the weights and what is before it
-    linear, attention = costs.prefill_operations(w.context)
-    chunk_spans = [
-        (start, min(w.max_num_batched_tokens, w.context - start))
-        for start in range(0, w.context, w.max_num_batched_tokens)
-    ]
-    works = [costs.work([span], rows=span == chunk_spans[-1]) for span in chunk_spans]
-    prefill = Phase(
-        sum(costs.moved_bytes(work) for work in works), linear, attention,
-        sum(best.floor(work) for work in works), ttft_s(time, [w.context], steps)[0],
-        _wall(time, costs, sheet, works[len(works) // 2]),
-    )  # fmt: skip
-    # -- decode
+    time, w = time or RooflineTime(costs, sheet), workload
+    steps = _steps(sheet, w)
+    exact = dataclasses.replace(steps, padded=False)
+    prefill, decode = phases(costs, sheet, w, time)
     middle = w.context + (w.output - 1) // 2
-    work = costs.work([(middle, 1)] * w.batch, w.batch)
-    decode = Phase(
-        costs.moved_bytes(work), costs.operations(work) - work.decode_operations, work.decode_operations,
-        best.floor(work), tpot_s(time, w.batch, w.context, w.output, steps), _wall(time, costs, sheet, work),
-    )  # fmt: skip
+    batch_ttft = ttft_s(time, [w.context] * w.batch, steps)[-1]
     room = w.max_num_batched_tokens - w.batch
     # The last full chunk of a prompt sees all that is before it: the longest of the steps.
     beside = [(middle, 1)] * w.batch + ([(max(0, w.context - room), room)] if room > 0 else [])
@@ -162,33 +143,57 @@ def plan(
     slope = (2 * params + key_operations) / rate - key_bytes / bandwidth
     return Plan(
         model, costs, sheet, w,
-        plan_memory(
-            costs, sheet.memory_bytes, max_model_len=w.length, max_num_seqs=max(w.batch, 256),
-            max_num_batched_tokens=w.max_num_batched_tokens, page_size=w.page_size,
-            memory_utilization=w.memory_utilization, pool_limit_bytes=pool_limit_bytes,
-        ),
-        prefill, decode,
-        batch_ttft_s=ttft_s(time, [w.context] * w.batch, steps)[-1],
+        workload_memory(costs, sheet, w, pool_limit_bytes), prefill, decode,
+        batch_ttft_s=batch_ttft,
         stall_s=time.seconds(exact.work(time, beside, w.batch)),
-        tokens_per_s=tokens_per_s(time, w.batch, w.context, w.output, steps),
+        tokens_per_s=w.batch * w.output / (batch_ttft + (w.output - 1) * decode.expected_s),
         critical_batch=weights / bandwidth * rate / (2 * params),
         critical_batch_at_context=weights / bandwidth / slope if slope > 0 else None,
-        even_length=costs.even_length, expectation=expectation,
+        even_length=costs.even_length, expectation=expectation, pool_limit_bytes=pool_limit_bytes,
+    )  # fmt: skip
+
+
+def phases(costs: ModelCosts, sheet: DeviceSheet, workload: Workload, time: StepTime) -> tuple[Phase, Phase]:
+    """Prefill of one prompt, and decode of the batch."""
+    w, best, steps = workload, RooflineTime(costs, sheet, FLOOR), _steps(sheet, workload)
+    # The bytes of a prompt are those of its chunks, each of which reads the weights and what is before it.
+    linear, attention = costs.prefill_operations(w.context)
+    starts = range(0, w.context, w.max_num_batched_tokens)
+    spans = [(start, min(w.max_num_batched_tokens, w.context - start)) for start in starts]
+    works = [costs.work([span], rows=span == spans[-1]) for span in spans]
+    prefill = Phase(
+        sum(costs.moved_bytes(work) for work in works), linear, attention,
+        sum(best.floor(work) for work in works), ttft_s(time, [w.context], steps)[0],
+        _wall(time, costs, sheet, works[len(works) // 2]),
+    )  # fmt: skip
+    middle = w.context + (w.output - 1) // 2
+    work = costs.work([(middle, 1)] * w.batch, w.batch)
+    decode = Phase(
+        costs.moved_bytes(work), costs.operations(work) - work.decode_operations, work.decode_operations,
+        best.floor(work), tpot_s(time, w.batch, w.context, w.output, steps), _wall(time, costs, sheet, work),
+    )  # fmt: skip
+    return prefill, decode
+
+
+def _steps(sheet: DeviceSheet, workload: Workload) -> Steps:
+    return Steps(workload.batch, workload.max_num_batched_tokens, sheet.platform)
+
+
+def workload_memory(
+    costs: ModelCosts, sheet: DeviceSheet, workload: Workload, pool_limit_bytes: int | None = None
+) -> MemoryPlan:
+    """Where the memory goes for a workload."""
+    return plan_memory(
+        costs, sheet.memory_bytes, max_model_len=workload.length, max_num_seqs=max(workload.batch, 256),
+        max_num_batched_tokens=workload.max_num_batched_tokens,
+        memory_utilization=workload.memory_utilization, pool_limit_bytes=pool_limit_bytes,
     )  # fmt: skip
 
 
 def _wall(time: StepTime, costs: ModelCosts, sheet: DeviceSheet, work: StepWork) -> Wall:
     """What binds a step that fits."""
-    parts = time.parts(work)
-    if parts.host > parts.device:
-        return "scheduling"
-    if parts.exchange > parts.device / 2:
-        return "exchange"
-    moving, computing = (
-        costs.moved_bytes(work) / sheet.bandwidth,
-        costs.operations(work) / sheet.rate(costs.dtype),
-    )
-    return "bandwidth" if moving >= computing else "compute"
+    ridge = sheet.ridge(costs.dtype)
+    return binding_wall(time.parts(work), costs.moved_bytes(work), costs.operations(work), ridge)
 
 
 # ------------------------------------------------------------------------------------------- remedies
@@ -218,7 +223,10 @@ def remedies(base: Plan, time_of: Callable[[ModelCosts], StepTime] | None = None
         costs = costs or base.costs
         time = None if time_of is None else time_of(costs)
         workload = dataclasses.replace(base.workload, **changes)
-        return plan(base.model, costs, base.sheet, workload, time, expectation=base.expectation)
+        return plan(
+            base.model, costs, base.sheet, workload, time, expectation=base.expectation,
+            pool_limit_bytes=base.pool_limit_bytes,
+        )  # fmt: skip
 
     return [Remedy(name, again(costs, **changes), note) for name, costs, changes, note in _changes(base)]
 

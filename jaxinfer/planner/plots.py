@@ -11,9 +11,8 @@ from pathlib import Path
 
 from jaxinfer.core import ConfigError
 from jaxinfer.planner.costs import ModelCosts
-from jaxinfer.planner.memory import plan_memory
-from jaxinfer.planner.plan import Plan, plan
-from jaxinfer.planner.step_time import StepTime
+from jaxinfer.planner.plan import Plan, phases, workload_memory
+from jaxinfer.planner.step_time import RooflineTime, StepTime
 
 PREFILL, DECODE = "#1f77b4", "#d62728"
 
@@ -54,20 +53,17 @@ def _roofline(axes, base: Plan) -> None:
 def _curves(first, token, base: Plan, time_of: Callable[[ModelCosts], StepTime] | None) -> None:
     longest = max(4 * base.workload.context, base.costs.config.max_position)
     contexts = [c for c in (1 << p for p in range(7, 24)) if c <= longest] or [longest]
-    plans = []
-    for context in contexts:
-        workload = dataclasses.replace(base.workload, context=context)
-        time = None if time_of is None else time_of(base.costs)
-        plans.append(plan(base.model, base.costs, base.sheet, workload, time))
-    for axes, name, color, pick in (
-        (first, "TTFT of one prompt", PREFILL, lambda p: p.prefill),
-        (token, f"TPOT of {base.workload.batch}", DECODE, lambda p: p.decode),
+    time = RooflineTime(base.costs, base.sheet) if time_of is None else time_of(base.costs)
+    workloads = [dataclasses.replace(base.workload, context=context) for context in contexts]
+    prefills, decodes = zip(*(phases(base.costs, base.sheet, w, time) for w in workloads), strict=True)
+    fits = longest_that_fits(base)
+    full = [context for context in contexts if context > fits]
+    for axes, name, color, shown in (
+        (first, "TTFT of one prompt", PREFILL, prefills),
+        (token, f"TPOT of {base.workload.batch}", DECODE, decodes),
     ):
-        axes.loglog(contexts, [pick(p).expected_s for p in plans], color=color, label="expected")
-        axes.loglog(contexts, [pick(p).floor_s for p in plans], color=color, ls="--", label="floor")
-        full = [
-            c for c, p in zip(contexts, plans, strict=True) if base.workload.batch > p.memory.largest_batch
-        ]
+        axes.loglog(contexts, [phase.expected_s for phase in shown], color=color, label="expected")
+        axes.loglog(contexts, [phase.floor_s for phase in shown], color=color, ls="--", label="floor")
         if full:
             axes.axvspan(full[0], contexts[-1], color="grey", alpha=0.15, label="does not fit")
         axes.set(xlabel="context, tokens", ylabel="seconds", title=name)
@@ -81,10 +77,6 @@ def longest_that_fits(base: Plan) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         workload = dataclasses.replace(base.workload, context=middle)
-        memory = plan_memory(
-            base.costs, base.sheet.memory_bytes, max_model_len=workload.length,
-            max_num_seqs=max(workload.batch, 256), max_num_batched_tokens=workload.max_num_batched_tokens,
-            page_size=workload.page_size, memory_utilization=workload.memory_utilization,
-        )  # fmt: skip
+        memory = workload_memory(base.costs, base.sheet, workload, base.pool_limit_bytes)
         low, high = (middle, high) if memory.largest_batch >= workload.batch else (low, middle - 1)
     return low

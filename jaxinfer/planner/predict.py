@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxinfer.config import StepShape, shape_ladder
+from jaxinfer.config import StepShape, cheapest_shape, sampled_rows, shape_ladder
 from jaxinfer.planner.costs import Span, StepWork
 from jaxinfer.planner.step_time import StepTime
 
@@ -37,9 +37,9 @@ class Steps:
             return time.costs.work(spans, rows)
         ones = sum(count == 1 for _, count in spans)
         chunk_tokens = sum(count for _, count in spans if count > 1)
-        shape = next(s for s in self.ladder() if s.holds(ones, len(spans) - ones, chunk_tokens))
-        head = 0 if not rows else min(1 << (rows - 1).bit_length(), max(self.max_num_seqs, rows))
-        return time.costs.work(spans, rows, places=shape.tokens, head_places=head)
+        ladder = self.ladder()
+        shape = cheapest_shape(ladder, ones, len(spans) - ones, chunk_tokens)
+        return time.costs.work(spans, rows, places=shape.tokens, head_places=sampled_rows(ladder, rows))
 
 
 @functools.lru_cache

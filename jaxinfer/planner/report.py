@@ -28,7 +28,7 @@ def as_data(plan: Plan, remedies: list[Remedy]) -> dict[str, Any]:
         },
         "workload": {name: getattr(plan.workload, name) for name in plan.workload.__slots__},
         "dtype": costs.dtype, "kv_dtype": costs.kv_dtype, "quantization": costs.quantization,
-        "tensor_parallel": costs.tensor_parallel,
+        "tensor_parallel": costs.tensor_parallel, "page_size": costs.page_size,
         "parameters": costs.config.num_params,
         "kv": {
             "bytes_per_token": costs.kv_bytes_per_token,
@@ -101,7 +101,7 @@ def as_text(plan: Plan, remedies: list[Remedy]) -> str:
         _row("device", _bytes(memory.device_bytes)),
         _row("K/V of the batch", _bytes(memory.page_bytes * memory.pages_per_sequence * work.batch)),
         _row(
-            "pool", f"{memory.num_pages} pages of {work.page_size} tokens, {_bytes(memory.pool_bytes)} "
+            "pool", f"{memory.num_pages} pages of {costs.page_size} tokens, {_bytes(memory.pool_bytes)} "
             f"({work.memory_utilization:g} of what is free, at most 256 sequences)",
         ),
         *([_row("states", _bytes(memory.state_bytes))] if memory.state_bytes else []),

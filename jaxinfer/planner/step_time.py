@@ -12,7 +12,7 @@ the same interface, with coefficients fitted to measured steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from jaxinfer.planner.costs import ModelCosts, StepWork
 from jaxinfer.planner.devices import DeviceSheet
@@ -38,6 +38,18 @@ class StepParts:
     @property
     def total(self) -> float:
         return max(self.device, self.host)
+
+
+Wall = Literal["capacity", "bandwidth", "compute", "exchange", "scheduling"]
+
+
+def binding_wall(parts: StepParts, moved_bytes: float, operations: float, ridge: float) -> Wall:
+    """What binds a step that fits, on a device of that `ridge` (operations a byte)."""
+    if parts.host > parts.device:
+        return "scheduling"
+    if parts.exchange > parts.device / 2:
+        return "exchange"
+    return "bandwidth" if moved_bytes * ridge >= operations else "compute"
 
 
 class StepTime(Protocol):

@@ -60,6 +60,7 @@ def costs_of(config: ModelConfig, graph: nnx.GraphDef, state: nnx.State, kv: KVS
         dtype=jax.tree.leaves(nnx.state(model.embedding))[0].dtype.name,
         kv_dtype={"float8_e4m3fn": "fp8_e4m3"}.get(pages, pages),
         quantization=next((formats[name] for name in sorted(weights) if name in formats), None),
+        page_size=kv.k[0].shape[2],
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
-from jaxinfer.config import StepShape, is_invariant, most_emitting
+from jaxinfer.config import StepShape, cheapest_shape, sampled_rows
 from jaxinfer.core import StepPlan
-from jaxinfer.planner import DeviceSheet, ModelCosts, StepTime, StepWork, Wall
+from jaxinfer.planner import DeviceSheet, StepTime, StepWork, Wall, binding_wall
 from jaxinfer.planner.costs import Span
 from jaxinfer.simulator.cruise import Window, seen
 from jaxinfer.simulator.scheduler import Step
@@ -53,11 +52,9 @@ class StepTimer:
         self.model, self.ladder, self.asynchronous = model, ladder, asynchronous
         self._ridge = None if sheet is None else sheet.ridge(model.costs.dtype)
         self.totals = Totals()
-        self.most_rows = most_emitting(ladder)
-        costs = model.costs
-        paged = [layer for layer in costs.config.layers if layer.favor is None]
-        self.windows: tuple[Window, ...] = tuple(dict.fromkeys(layer.window for layer in paged))
-        self._views = [_key_costs(costs, window) for window in self.windows]
+        rates = model.costs.key_rates
+        self.windows: tuple[Window, ...] = tuple(most for most, _, _ in rates)
+        self._rates = [(moved, operations) for _, moved, operations in rates]
         # By one-token slices, chunks, their tokens and rows that sample: places, and places of the head.
         self._buckets: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
@@ -85,14 +82,15 @@ class StepTimer:
             for view, window in enumerate(self.windows):
                 keys[view] += seen(piece.start + 1, window)
         moved, operations = self.model.costs.linear_attention(ones, ones)
-        for (key_bytes, key_operations), count in zip(self._views, keys, strict=True):
+        for (key_bytes, key_operations), count in zip(self._rates, keys, strict=True):
             moved += key_bytes * count
             operations += key_operations * count
         chunk_bytes, chunk_operations = self.model.costs.attention(chunks) if chunks else (0.0, 0.0)
         key = ones, len(chunks), chunk_tokens, emitting
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = self._bucket(*key)
+            shape = cheapest_shape(self.ladder, ones, len(chunks), chunk_tokens)
+            bucket = self._buckets[key] = shape.tokens, sampled_rows(self.ladder, emitting)
         return StepWork(
             tokens=ones + chunk_tokens,
             rows=emitting,
@@ -104,19 +102,6 @@ class StepTimer:
             chunk_kv_bytes=chunk_bytes,
             chunk_operations=chunk_operations,
         )
-
-    def _bucket(self, ones: int, chunks: int, chunk_tokens: int, emitting: int) -> tuple[int, int]:
-        """Tokens of the cheapest bucket that holds so much, as `choose_step_shape` finds it for a plan; and
-        rows of the sampler's bucket, as `sample_ladder` has them: the next power of two."""
-        held, invariant = (ones, chunks, chunk_tokens), is_invariant(self.ladder)
-        if invariant:
-            held = (0, ones + chunks, ones + chunk_tokens)
-        shape = next((s for s in self.ladder if s.holds(*held)), None)
-        assert shape is not None, f"no bucket holds {ones} ones and {chunk_tokens} tokens of {chunks} chunks"
-        if not emitting:
-            return shape.tokens, 0
-        rows = 1 << (emitting - 1).bit_length()
-        return shape.tokens, self.most_rows if invariant else min(rows, max(self.most_rows, emitting))
 
     def _count(self, work: StepWork) -> float:
         parts, totals, costs = self.model.parts(work), self.totals, self.model.costs
@@ -136,18 +121,6 @@ class StepTimer:
         totals.exchange_s += parts.exchange
         totals.host_s += host
         if self._ridge is not None:
-            if host > device:
-                wall: Wall = "scheduling"
-            elif parts.exchange > device / 2:
-                wall = "exchange"
-            else:
-                wall = "bandwidth" if moved * self._ridge >= operations else "compute"
+            wall = binding_wall(parts, moved, operations, self._ridge)
             totals.walls_s[wall] = totals.walls_s.get(wall, 0.0) + seconds
         return seconds
-
-
-def _key_costs(costs: ModelCosts, window: Window) -> tuple[float, float]:
-    """(bytes, operations) of one key that one query sees, in all layers of a window."""
-    layers = tuple(layer for layer in costs.config.layers if layer.favor is None and layer.window == window)
-    alone = dataclasses.replace(costs, config=dataclasses.replace(costs.config, layers=layers))
-    return alone.attention([(0, 1)])

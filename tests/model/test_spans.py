@@ -26,7 +26,7 @@ from jaxinfer.config import (
     shape_ladder,
 )
 from jaxinfer.core import ConfigError
-from jaxinfer.planner.costs import keys_of
+from jaxinfer.planner import keys_of
 
 windows = st.builds(WindowSpan, st.integers(1, 40), st.integers(0, 20))
 page_spans = st.builds(

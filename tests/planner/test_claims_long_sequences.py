@@ -116,7 +116,7 @@ def test_a07_kv_grows_with_length_and_batch() -> None:
 def test_a08_pages_waste_less_than_one_a_sequence(length: int) -> None:
     """Claimed: growth causes fragmentation and frequent allocation. True of engines that allocate a sequence
     in one piece; here the pool is taken once, whatever the load, and a sequence wastes part of one page."""
-    got = plan_memory(MHA, A100.memory_bytes, max_model_len=length, page_size=16)
+    got = plan_memory(MHA, A100.memory_bytes, max_model_len=length)
     assert 0 <= got.pages_per_sequence * 16 - length < 16
     loads = [Workload(context=2048, batch=batch) for batch in (1, 8, 32)]
     assert len({plan("llama2-7b", MHA, A100, load).memory.pool_bytes for load in loads}) == 1

@@ -117,7 +117,7 @@ def test_kv_heads_that_cannot_be_split_further_are_repeated() -> None:
 )
 def test_unknown_dtypes_are_refused(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} '{value}'"):
-        ModelCosts(TINY, **{field: value})
+        ModelCosts(TINY, **{field: value})  # pyright: ignore[reportArgumentType]
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.sampled_from([None, 3, 50]))

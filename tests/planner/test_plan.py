@@ -22,10 +22,12 @@ from jaxinfer.planner import (
     device_sheet,
     plan,
     plan_memory,
+    remedies,
     tokens_per_s,
     tpot_s,
     ttft_s,
 )
+from jaxinfer.planner.plots import longest_that_fits
 from jaxinfer.presets import PRESETS
 
 EXACT = Steps(padded=False)
@@ -158,10 +160,10 @@ def test_the_pool_stays_within_its_share_and_the_largest_batch_fits(
     costs: ModelCosts, sheet: DeviceSheet, length: int, page_size: int, share: float
 ) -> None:
     """The largest batch is allocated from the engine's own pool; one sequence more finds no pages."""
+    costs = dataclasses.replace(costs, page_size=page_size)
     got = plan_memory(
-        costs, sheet.memory_bytes, max_model_len=length, max_num_seqs=64, page_size=page_size,
-        memory_utilization=share,
-    )  # fmt: skip
+        costs, sheet.memory_bytes, max_model_len=length, max_num_seqs=64, memory_utilization=share
+    )
     free = max(0, sheet.memory_bytes - got.weight_bytes)
     assert got.num_pages * got.page_bytes == got.pool_bytes <= share * free
     assert got.page_bytes == costs.kv_bytes_per_token * page_size
@@ -211,3 +213,27 @@ def test_devices_share_what_there_is(name: str, devices: int) -> None:
     assert one.exchanged_bytes(one.work([(0, 5)], 1)) == 0 < part.exchanged_bytes(part.work([(0, 5)], 1))
     memory = plan_memory(part, 80 * 2**30, max_model_len=4096)
     assert memory.num_pages > plan_memory(one, 80 * 2**30, max_model_len=4096).num_pages
+
+
+def test_a_limit_of_the_pool_leaves_room_for_one_sequence_as_the_engine_does() -> None:
+    costs = costs_of("smollm2-135m")
+    got = plan_memory(costs, 80 * 2**30, max_model_len=4096, pool_limit_bytes=10 * page_of(costs))
+    assert (got.num_pages, got.largest_batch) == (257, 1)
+    more = plan_memory(costs, 80 * 2**30, max_model_len=4096, pool_limit_bytes=600 * page_of(costs))
+    assert (more.num_pages, more.largest_batch) == (600, 2)
+
+
+def page_of(costs: ModelCosts) -> int:
+    return round(costs.page_bytes)
+
+
+def test_remedies_are_planned_under_the_same_limit_of_the_pool() -> None:
+    """They showed batches that only a pool without the limit would hold."""
+    costs, sheet = costs_of("smollm2-135m"), DEVICES["h200"]
+    limit = 1000 * page_of(costs)
+    base = plan("smollm2-135m", costs, sheet, Workload(context=1000, output=24), pool_limit_bytes=limit)
+    assert base.memory.largest_batch == 999 // 64
+    batches = {remedy.name: remedy.plan.memory.largest_batch for remedy in remedies(base)}
+    assert batches["half the batch"] == batches["twice the batch"] == base.memory.largest_batch
+    assert batches["MQA"] == (3 * 1000 - 1) // 64
+    assert longest_that_fits(base) == 999 // 8 * 16 - 24

@@ -97,12 +97,13 @@ def speed(model: Path, span: str, wanted: Speed, engine: dict[str, Any]) -> dict
     """`predicted` for a device and `measured` here, a row for each context. Seconds and bytes.
 
     `kv_bytes`: of one sequence's pages at its end, which a window bounds. `largest_batch`: sequences of that
-    length that fit beside the weights. Where queries choose pages the prediction has them see all.
+    length that fit beside the weights.
     """
     config = ModelConfig.from_hf(checkpoints.open_checkpoint(model).config)
-    seen = EngineConfig(attention_span=None if span == FULL else span, **engine).span()
+    run = EngineConfig(attention_span=None if span == FULL else span, **engine)
+    seen = run.span()
     config = config if seen is None else config.spanned(seen)
-    costs, sheet = ModelCosts(config), device_sheet(wanted.device)
+    costs, sheet = ModelCosts(config, page_size=run.page_size), device_sheet(wanted.device)
     time = RooflineTime(costs, sheet)  # and not `plan`, whose TTFT of a whole batch takes batch ** 2
     steps = Steps(wanted.batch, max(2048, wanted.batch), sheet.platform)
     predicted = []

@@ -15,6 +15,7 @@ from jaxinfer.core import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
     TokenEvent,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenEvent",
 ]
 

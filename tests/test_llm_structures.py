@@ -72,8 +72,12 @@ STRUCTURES: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"regex": "[a-c]{2,6}x|[0-9]{3}"}, lambda text: re.fullmatch("[a-c]{2,6}x|[0-9]{3}", text)),
     ({"choice": ["red", "green", "reddish"]}, lambda text: text in ("red", "green", "reddish")),
     ({"grammar": 'start: "<" /[a-z]{1,4}/ ">"'}, lambda text: re.fullmatch("<[a-z]{1,4}>", text)),
+    (
+        {"structured_outputs": {"grammar": 'root ::= "<" ("x" | "y") ">"'}},
+        lambda text: text in ("<x>", "<y>"),
+    ),
 ]
-NAMES = ["schema", "schema as text", "regex", "choice", "grammar"]
+NAMES = ["schema", "schema as text", "regex", "choice", "grammar", "structured_outputs"]
 
 
 # -------------------------------------------------------------------------------------- structures

@@ -23,8 +23,9 @@ from jaxinfer.core.results import (
     RequestOutput,
     TokenEvent,
 )
-from jaxinfer.core.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, STRUCTURES, SamplingParams
+from jaxinfer.core.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 from jaxinfer.core.steps import Draw, LogitChanges, Runner, Sampled, Slice, StepPlan, StepResult
+from jaxinfer.core.structured import STRUCTURES, Structure, StructuredOutputsParams
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -51,5 +52,7 @@ __all__ = [
     "Status",
     "StepPlan",
     "StepResult",
+    "Structure",
+    "StructuredOutputsParams",
     "TokenEvent",
 ]

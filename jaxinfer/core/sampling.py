@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.core.errors import RequestError
+from jaxinfer.core.structured import (
+    STRUCTURES,
+    Structure,
+    StructuredOutputsParams,
+    as_structured_outputs,
+    checked_structure,
+)
 
 MAX_N = 128
 """Most continuations of one request."""
@@ -20,12 +27,10 @@ MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 64, 16384, 4096
 """Limits of one request's stop conditions: they are matched on the thread that all requests share."""
 
-MAX_BIASES, MAX_CHOICES, MAX_BAD_WORDS = 1024, 4096, 128
-"""Limits of one request's logit_bias, choice and bad_words."""
+MAX_BIASES, MAX_BAD_WORDS = 1024, 128
+"""Limits of one request's logit_bias and bad_words."""
 
 MIN_REPETITION_PENALTY = 0.01
-
-STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,8 @@ class SamplingParams:
     for each id of prompt and output (the Hugging Face rule); `presence_penalty` and `frequency_penalty`
     subtract from ids of the output alone, once and once per occurrence (OpenAI's rule). `logit_bias` adds to
     ids.
-    One of `json_schema`, `regex`, `choice` and `grammar` (Lark) binds the output to a structure.
+    One of `json_schema`, `regex`, `choice`, `grammar` (Lark or GBNF) and `structured_outputs` (vLLM's way of
+    asking for these and more; a mapping of its fields will do) binds the output to a structure.
     `allowed_token_ids` leaves no other ids to choose from (an end that is not among them never comes);
     `bad_words` are texts that the output never holds, spelled as they are or after a space.
     `prompt_logprobs` k reports on every prompt token but the first as `logprobs` does on the output.
@@ -74,6 +80,7 @@ class SamplingParams:
     regex: str | None = None
     choice: Seq[str] | None = None
     grammar: str | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -146,34 +153,34 @@ class SamplingParams:
 
     def _check_structure(self) -> None:
         """One kind of structure at most, each of its own type; whether it compiles the tokenizer says."""
-        stated = [name for name in STRUCTURES if getattr(self, name) is not None]
+        stated: list[str] = [name for name in STRUCTURES if getattr(self, name) is not None]
+        for name in STRUCTURES:
+            if name in stated:
+                object.__setattr__(self, name, checked_structure(name, getattr(self, name), name))
+        if self.structured_outputs is not None:
+            stated.append("structured_outputs")
+            object.__setattr__(self, "structured_outputs", as_structured_outputs(self.structured_outputs))
         if len(stated) > 1:
             raise RequestError(f"{' and '.join(stated)} exclude each other; state one", stated[1])
         if stated and self.allowed_token_ids is not None:
             raise RequestError(
                 f"allowed_token_ids and {stated[0]} exclude each other; state one", "allowed_token_ids"
             )
-        kinds = {"json_schema": (Mapping, str), "regex": (str,), "grammar": (str,)}
-        for name in stated:
-            value = getattr(self, name)
-            if name == "choice":
-                if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v for v in value):
-                    raise RequestError(f"choice must be a list of strings, got {_shown(value)}", name)
-                if not value or len(value) > MAX_CHOICES:
-                    raise RequestError(f"choice must have 1 to {MAX_CHOICES} strings, got {len(value)}", name)
-                object.__setattr__(self, "choice", tuple(value))
-            elif not isinstance(value, kinds[name]):
-                raise RequestError(f"{name} has the wrong type: got {_shown(value)}", name)
+
+    @property
+    def structure(self) -> Structure | None:
+        """The form that the output must follow; None without one."""
+        if isinstance(self.structured_outputs, StructuredOutputsParams):
+            return self.structured_outputs.structure
+        for name in STRUCTURES:
+            if (value := getattr(self, name)) is not None:
+                return Structure(kind=name, value=value, param=name)
+        return None
 
     @property
     def structured(self) -> bool:
-        """True when the output must follow a schema, a pattern, a choice or a grammar."""
+        """True when the output must follow a schema, a pattern, a choice, a grammar or tags."""
         return self.structure is not None
-
-    @property
-    def structure(self) -> str | None:
-        """Which of STRUCTURES is stated; None without one."""
-        return next((name for name in STRUCTURES if getattr(self, name) is not None), None)
 
     @property
     def adjusts_logits(self) -> bool:

@@ -123,10 +123,10 @@ class Engine:
                 num_prompt=len(request.prompt_token_ids),
                 arrived_at=now,
             )
-            structured = sampling.structured and self.tokenizer is not None
-            matcher = self.tokenizer.matcher(sampling) if structured and self.tokenizer else None
-            if matcher is not None and matcher.finished:
-                raise RequestError(f"{sampling.structure} allows no text at all", sampling.structure)
+            structure = sampling.structure
+            matcher = self.tokenizer.matcher(sampling) if structure and self.tokenizer else None
+            if structure and matcher is not None and matcher.finished:
+                raise RequestError(f"{structure.param} allows no text at all", structure.param)
             drawing = Drawing(sequence, self.limits, matcher, banned)
             outputs.append(SequenceOutput(sequence, self.tokenizer, drawing))
         for output in outputs:

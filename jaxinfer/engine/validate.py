@@ -110,12 +110,12 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
                 f"logit_bias: {token} is not an id from 0 to {vocab - 1} (there are {vocab} tokens)",
                 "logit_bias",
             )
-    if sampling.structured and sampling.min_tokens:
+    structure = sampling.structure
+    if structure is not None and sampling.min_tokens:
         # A structure that is complete allows an end and nothing else, and min_tokens holds ends back.
         raise RequestError("min_tokens does not work together with a structured output", "min_tokens")
-    if sampling.structured and not has_tokenizer:
-        name = sampling.structure
-        raise RequestError(f"{name} needs a tokenizer, and this model has none", name)
+    if structure is not None and not has_tokenizer:
+        raise RequestError(f"{structure.param} needs a tokenizer, and this model has none", structure.param)
     if sampling.bad_words and not has_tokenizer:
         raise RequestError("bad_words needs a tokenizer, and this model has none", "bad_words")
     if sampling.prompt_logprobs is not None and min(limits.max_num_batched_tokens, limits.page_size) < 2:

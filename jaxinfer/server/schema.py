@@ -150,13 +150,12 @@ class _Sampled(Strict):
         """The error with its parameter called what it is called in the body."""
         if error.param == "prompt_logprobs" and self.prompt_logprobs is None:
             return RequestError(str(error), "logprobs", error.code)  # with echo
-        if error.param not in STRUCTURES:
+        if error.param not in STRUCTURES and not str(error.param).startswith("structured_outputs"):
             return error
-        if self.response_format is None and self.structured_outputs is None:
-            return RequestError(str(error), "tools")  # of which a call is forced
-        name = "json" if error.param == "json_schema" else error.param
-        param = "response_format" if self.structured_outputs is None else f"structured_outputs.{name}"
-        return RequestError(str(error), param)
+        if self.structured_outputs is not None:
+            return error
+        # Without either, a call of a tool is forced.
+        return RequestError(str(error), "tools" if self.response_format is None else "response_format")
 
     def _fields(self, *, max_tokens: int | None, logprobs: int | None, **others: Any) -> dict[str, Any]:
         names = (

@@ -31,10 +31,14 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """Text of any kind, some JSON object, or JSON that a schema allows."""
+    """Text of any kind, some JSON object, JSON that a schema allows, or (vLLM's) text with structural tags,
+    which either `structures` and `triggers` or a `format` describe."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that ask for it. Raises RequestError."""
@@ -43,30 +47,30 @@ class ResponseFormat(Strict):
             raise RequestError(
                 f"response_format {self.type} {verb} json_schema", "response_format.json_schema"
             )
+        tag = {name: getattr(self, name) for name in ("structures", "triggers", "format")}
+        tag = {name: value for name, value in tag.items() if value is not None}
+        if self.type == "structural_tag":
+            return {"structured_outputs": {"structural_tag": {"type": self.type, **tag}}}
+        for name in tag:
+            raise RequestError(f"response_format {self.type} takes no {name}", f"response_format.{name}")
         if self.json_schema is not None:
             return {"json_schema": self.json_schema.schema_}
         return {"json_schema": {"type": "object"}} if self.type == "json_object" else {}
 
 
 class StructuredOutputs(Strict):
-    """One of: a JSON schema (as an object or as text), a pattern, a list of texts, a Lark grammar."""
+    """As `core.StructuredOutputsParams`, which checks it."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
     def sampling(self) -> dict[str, Any]:
         """As `ResponseFormat.sampling`."""
-        asked = {
-            "json_schema": self.json_,
-            "regex": self.regex,
-            "choice": self.choice,
-            "grammar": self.grammar,
-        }
-        given = {name: value for name, value in asked.items() if value is not None}
-        if len(given) != 1:
-            raise RequestError(
-                "structured_outputs must have one of json, regex, choice and grammar", "structured_outputs"
-            )
-        return given
+        return {"structured_outputs": self.model_dump(by_alias=True, exclude_none=True)}

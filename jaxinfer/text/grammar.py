@@ -10,17 +10,12 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from jaxinfer.core import RequestError, SamplingParams
-from jaxinfer.text.grammar_lark import (
-    OPTIONS,
-    checked_grammar,
-    choice_grammar,
-    regex_grammar,
-    schema_grammar,
-)
+from jaxinfer.core import RequestError, SamplingParams, Structure
+from jaxinfer.text.grammar_lark import OPTIONS, grammar_of
 from jaxinfer.text.pieces import Pieces
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -54,7 +49,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[tuple[Hashable, ...], LLMatcher] = OrderedDict()
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise RequestError, naming the field, when the structure of `sampling` cannot be served.
@@ -70,16 +65,15 @@ class GrammarCompiler:
         return None if compiled is None else Matcher(compiled, self._vocabulary)
 
     def _compiled(self, sampling: SamplingParams) -> LLMatcher | None:
-        param = sampling.structure
-        if param is None:
+        structure = sampling.structure
+        if structure is None:
             return None
-        key = (param, _cache_key(getattr(sampling, param), param))
+        key = _cache_key(structure)
         with self._lock:
             if (known := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 return known.deep_copy()
-        grammar = _grammar(param, getattr(sampling, param))
-        compiled = self._vocabulary.compile(grammar, param)
+        compiled = self._vocabulary.compile(grammar_of(structure), structure.param)
         with self._lock:
             self._cache[key] = compiled
             if len(self._cache) > CACHE_SIZE:
@@ -233,22 +227,17 @@ class _TokenTable:
         raise AssertionError("llguidance tokenizes only to force tokens, which is turned off (OPTIONS)")
 
 
-def _cache_key(structure: object, param: str) -> str:
-    if isinstance(structure, str):
-        return structure
-    try:
-        return json.dumps(structure)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{param} cannot be written as JSON: {error}", param) from None
-
-
-def _grammar(param: str, structure: object) -> str:
-    """The Lark grammar of a structure, checked as far as that goes without llguidance."""
-    makers = {
-        "json_schema": schema_grammar, "regex": regex_grammar, "choice": choice_grammar,
-        "grammar": checked_grammar,
-    }  # fmt: skip
-    return makers[param](structure)  # type: ignore[arg-type]
+def _cache_key(structure: Structure) -> tuple[Hashable, ...]:
+    """Equal for structures of the same grammar, whatever their callers called them."""
+    value = structure.value
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(
+                f"{structure.param} cannot be written as JSON: {error}", structure.param
+            ) from None
+    return structure.kind, value, structure.compact, structure.whitespace, structure.closed
 
 
 def _reason(error: str) -> str:

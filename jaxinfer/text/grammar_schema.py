@@ -45,8 +45,18 @@ _VALUES = {
 KEYWORDS = _ANNOTATIONS | _ONE | _LISTS | _MAPS | _VALUES
 
 
-def checked_schema(schema: Mapping[str, Any] | str, param: str) -> str:
-    """The schema as JSON text for llguidance's `%json`. Raises RequestError naming `param` and the place."""
+def checked_schema(
+    schema: Mapping[str, Any] | str,
+    param: str,
+    *,
+    compact: bool = False,
+    whitespace: str | None = None,
+    closed: bool = False,
+) -> str:
+    """The schema as JSON text for llguidance's `%json`. The options are those of `core.Structure`.
+
+    Raises RequestError naming `param` and the place.
+    """
     if isinstance(schema, str):
         _check_size(schema, param)
         schema = parsed_json(schema, param)
@@ -63,8 +73,30 @@ def checked_schema(schema: Mapping[str, Any] | str, param: str) -> str:
     check.visit(copy, "#", 0)
     check.references(copy)
     copy.pop("$schema", None)  # checked; an older draft would change what llguidance reads
-    copy["x-guidance"] = {"whitespace_pattern": WHITESPACE, "lenient": False}
+    if closed:
+        _close(copy)
+    options: dict[str, Any] = {"whitespace_pattern": whitespace or WHITESPACE}
+    if compact:
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    copy["x-guidance"] = {**options, "lenient": False}
     return json.dumps(copy)
+
+
+def _close(schema: Any) -> None:
+    """Let objects of a checked schema have no properties but those that they name."""
+    if not isinstance(schema, dict):
+        return
+    if schema.get("type") == "object" or "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    for keyword, value in schema.items():
+        if keyword in _ONE:
+            _close(value)
+        elif keyword in _LISTS:
+            for inner in value:
+                _close(inner)
+        elif keyword in _MAPS:
+            for inner in value.values():
+                _close(inner)
 
 
 def parsed_json(text: str, param: str) -> Any:

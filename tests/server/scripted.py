@@ -179,8 +179,9 @@ class ScriptedLLM:
             request_id=request_id, prompt_token_ids=ids, sampling=sampling, prompt=text, **options
         )
         validate(request, self.limits)
-        if sampling.json_schema is not None and "bad" in sampling.json_schema:
-            raise RequestError("json_schema cannot be compiled", "json_schema")
+        structure = sampling.structure
+        if structure is not None and structure.kind == "json_schema" and "bad" in structure.value:
+            raise RequestError(f"{structure.param} cannot be compiled", structure.param)
         return request
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

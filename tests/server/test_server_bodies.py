@@ -110,7 +110,9 @@ def test_what_is_no_json_object_is_a_400(client: TestClient, path: str, raw: byt
         ({"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"prompt": "a", "structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),
         ({"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
-        ({"prompt": "a", "structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+        ({"prompt": "a", "structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"prompt": "a", "structured_outputs": {"xml": True}}, "structured_outputs.xml"),
+        ({"prompt": "a", "response_format": {"type": "text", "triggers": ["a"]}}, "response_format.triggers"),
         ({"prompt": "a", "structured_outputs": {"json": {"bad": 1}}}, "structured_outputs.json"),
     ],
 )

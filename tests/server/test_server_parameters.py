@@ -14,6 +14,8 @@ from jaxinfer.server.app import create_app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {"begin": "<a>", "schema": SCHEMA, "end": "</a>"}
+TAGGED = {"type": "structural_tag"}
 
 
 def asked(path: str, **body: Any) -> Request:
@@ -70,14 +72,24 @@ def test_penalties_bias_and_options_reach_the_engine(path: str):
             },
             {"json_schema": SCHEMA},
         ),
-        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
-        ({"structured_outputs": {"json": "{}", "regex": None}}, {"json_schema": "{}"}),
-        ({"structured_outputs": {"regex": "[0-9]+"}}, {"regex": "[0-9]+"}),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
-        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+        (
+            {"response_format": {"type": "structural_tag", "triggers": ["<a"], "structures": [TAG]}},
+            {"structured_outputs": {"structural_tag": {**TAGGED, "triggers": ["<a"], "structures": [TAG]}}},
+        ),
+        *(
+            ({"structured_outputs": asked}, {"structured_outputs": asked})
+            for asked in (
+                {"json": SCHEMA, "disable_any_whitespace": True},
+                {"json": "{}", "regex": None},
+                {"json_object": True},
+                {"regex": "[0-9]+"},
+                {"choice": ["a", "b"]},
+                {"grammar": 'start: "a"'},
+            )
+        ),
         (
             {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}},
-            {"regex": "a"},
+            {"structured_outputs": {"regex": "a"}},
         ),
     ],
 )

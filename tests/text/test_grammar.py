@@ -195,11 +195,12 @@ def test_several_ends_and_none() -> None:
 def test_a_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(ByteTokenizer(), 259)
     compiled: list[str] = []
-    real = grammar_module._grammar
-    monkeypatch.setattr(grammar_module, "_grammar", lambda *a: (compiled.append(a[0]), real(*a))[1])
+    real = grammar_module.grammar_of
+    monkeypatch.setattr(grammar_module, "grammar_of", lambda s: (compiled.append(s.kind), real(s))[1])
     monkeypatch.setattr(grammar_module, "CACHE_SIZE", 2)
     for pattern in ("a", "a", "b", "a", "c", "a", "b"):
         compiler.check(SamplingParams(regex=pattern))
+        compiler.check(SamplingParams(structured_outputs={"regex": pattern}))  # the same by its other name
     assert len(compiled) == 4  # a, b, c, and b again: c put it out, for a was used since
     # Two schemas that differ in the order of their properties are two structures.
     one, other = record(a={}, b={}), record(b={}, a={})

@@ -5,25 +5,23 @@ Progress goes to stderr, a table for people to stdout, and one JSON object is it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, arg, subcommand
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
 from jaxinfer.cli.bench_flags import (
     LengthFlags,
+    LoadFlags,
     OptionalModel,
     ServerTargetFlags,
     TargetFlags,
-    refuse_given,
 )
 from jaxinfer.cli.flags import Model
 from jaxinfer.cli.terminal import UsageError
 
 if TYPE_CHECKING:
-    from jaxinfer.bench import Load
     from jaxinfer.bench.workbench import Workbench
 
 
@@ -95,64 +93,18 @@ class Serve(TargetFlags):
     --concurrency and --trace."""
 
     model: OptionalModel = None
-    rate: float | None = None
-    """Open loop: requests that arrive in a second, whether others have ended or not."""
-    arrivals: Literal["poisson", "constant"] = "poisson"
-    """How they arrive, with --rate."""
-    burstiness: float = 1.0
-    """Of Poisson arrivals: the shape of gamma-distributed gaps; below 1 they come in bursts."""
-    concurrency: int | None = None
-    """Closed loop: so many requests are open, and the next one comes when one has ended."""
-    trace: Annotated[str | None, arg(metavar="FILE")] = None
-    """Arrivals from a file, an object a line: {"at_s": 0.25, "prompt_tokens": 512, "output_tokens": 64}."""
-    speed: float = 1.0
-    """How many times as fast the trace is put."""
-    requests: int | None = None
-    """How many requests; 200 if neither this nor --duration is given."""
-    duration: float | None = None
-    """Seconds of arrivals, with --rate, in place of --requests."""
-    lengths: LengthFlags = field(default_factory=LengthFlags)
+    load: LoadFlags = field(default_factory=LoadFlags)
     server: ServerTargetFlags = field(default_factory=ServerTargetFlags)
 
     def run(self) -> int:
         from jaxinfer.bench import plots, serve
 
-        load = self.load()
+        load = self.load.read(self.report.seed)
         with self.workbench(self.model, self.server) as bench:
             measured, report = serve.serve(bench, load, self.report.warmup_requests)
             if self.report.plot is not None:
                 plots.run(self.report.plot, measured, f"{report['model']}: {load.about['kind']} load")
             return _tell(bench, report, serve.page)
-
-    def load(self) -> Load:
-        """Raises UsageError for flags that do not go together, ConfigError and OSError."""
-        from jaxinfer.bench import closed, constant, poisson, read_trace
-
-        if sum(way is not None for way in (self.rate, self.concurrency, self.trace)) != 1:
-            raise UsageError("give one of --rate, --concurrency and --trace")
-        if self.rate is None:
-            refuse_given(self, "is of an open loop: it needs --rate", ("arrivals", "burstiness", "duration"))
-        if self.trace is None:
-            refuse_given(self, "is of a trace: it needs --trace", ("speed",))
-        else:
-            refuse_given(self, "contradicts --trace, which says how many", ("requests",))
-            refuse_given(self.lengths, "contradicts --trace, which says how long prompts and answers are")
-            return read_trace(self.trace, seed=self.report.seed, speed=self.speed)
-        if self.requests is not None and self.duration is not None:
-            raise UsageError("give --requests or --duration, not both")
-        prompts, outputs = self.lengths.checked()
-        if self.concurrency is not None:
-            return closed(self.concurrency, self.requests or 200, prompts, outputs, seed=self.report.seed)
-        assert self.rate is not None
-        count = self.requests or 200
-        if self.duration is not None:
-            if not 0 < self.duration < math.inf:
-                raise UsageError(f"--duration must be above 0 seconds, got {self.duration:g}")
-            count = max(1, math.ceil(self.rate * self.duration)) if 0 < self.rate < math.inf else count
-        if self.arrivals == "constant":
-            refuse_given(self, "is of Poisson arrivals", ("burstiness",))
-            return constant(self.rate, count, prompts, outputs, seed=self.report.seed)
-        return poisson(self.rate, count, prompts, outputs, seed=self.report.seed, burstiness=self.burstiness)
 
 
 @dataclass(frozen=True)

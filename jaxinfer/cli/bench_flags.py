@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from jaxinfer.cli.terminal import UsageError
 from jaxinfer.core import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxinfer.bench import Lengths, Objective, Prompts
+    from jaxinfer.bench import Lengths, Load, Objective, Prompts
     from jaxinfer.bench.target import Target
     from jaxinfer.bench.workbench import Workbench
     from jaxinfer.llm import LLM
@@ -56,6 +57,60 @@ class LengthFlags:
 
         prompts = Prompts(Lengths.parse(self.prompt), self.shared_prefix, self.shared_groups)
         return prompts, Lengths.parse(self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFlags:
+    """Which requests come, and when: give one of --rate, --concurrency and --trace."""
+
+    rate: float | None = None
+    """Open loop: requests that arrive in a second, whether others have ended or not."""
+    arrivals: Literal["poisson", "constant"] = "poisson"
+    """How they arrive, with --rate."""
+    burstiness: float = 1.0
+    """Of Poisson arrivals: the shape of gamma-distributed gaps; below 1 they come in bursts."""
+    concurrency: int | None = None
+    """Closed loop: so many requests are open, and the next one comes when one has ended."""
+    trace: Annotated[str | None, arg(metavar="FILE")] = None
+    """Arrivals from a file, an object a line: {"at_s": 0.25, "prompt_tokens": 512, "output_tokens": 64}."""
+    speed: float = 1.0
+    """How many times as fast the trace is put."""
+    requests: int | None = None
+    """How many requests; 200 if neither this nor --duration is given."""
+    duration: float | None = None
+    """Seconds of arrivals, with --rate, in place of --requests."""
+    lengths: LengthFlags = field(default_factory=LengthFlags)
+
+    def read(self, seed: int) -> Load:
+        """The load, drawn by a seed. Raises UsageError for flags that do not go together, ConfigError and
+        OSError."""
+        from jaxinfer.bench import closed, constant, poisson, read_trace
+
+        if sum(way is not None for way in (self.rate, self.concurrency, self.trace)) != 1:
+            raise UsageError("give one of --rate, --concurrency and --trace")
+        if self.rate is None:
+            refuse_given(self, "is of an open loop: it needs --rate", ("arrivals", "burstiness", "duration"))
+        if self.trace is None:
+            refuse_given(self, "is of a trace: it needs --trace", ("speed",))
+        else:
+            refuse_given(self, "contradicts --trace, which says how many", ("requests",))
+            refuse_given(self.lengths, "contradicts --trace, which says how long prompts and answers are")
+            return read_trace(self.trace, seed=seed, speed=self.speed)
+        if self.requests is not None and self.duration is not None:
+            raise UsageError("give --requests or --duration, not both")
+        prompts, outputs = self.lengths.checked()
+        if self.concurrency is not None:
+            return closed(self.concurrency, self.requests or 200, prompts, outputs, seed=seed)
+        assert self.rate is not None
+        count = self.requests or 200
+        if self.duration is not None:
+            if not 0 < self.duration < math.inf:
+                raise UsageError(f"--duration must be above 0 seconds, got {self.duration:g}")
+            count = max(1, math.ceil(self.rate * self.duration)) if 0 < self.rate < math.inf else count
+        if self.arrivals == "constant":
+            refuse_given(self, "is of Poisson arrivals", ("burstiness",))
+            return constant(self.rate, count, prompts, outputs, seed=seed)
+        return poisson(self.rate, count, prompts, outputs, seed=seed, burstiness=self.burstiness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

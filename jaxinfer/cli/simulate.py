@@ -9,12 +9,11 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from jaxinfer.cli.bench import Serve
-from jaxinfer.cli.bench_flags import LengthFlags, ReportFlags, given, refuse_given
+from jaxinfer.cli.bench_flags import LoadFlags, given, refuse_given
 from jaxinfer.cli.planning import DeviceFlags
 from jaxinfer.cli.terminal import UsageError
 
@@ -101,22 +100,6 @@ class Simulate:
     """What a load would see of a model on a device: the engine's own scheduler, in virtual time."""
 
     model: Shape
-    rate: float | None = None
-    """Open loop: requests that arrive in a second, whether others have ended or not."""
-    arrivals: Literal["poisson", "constant"] = "poisson"
-    """How they arrive, with --rate."""
-    burstiness: float = 1.0
-    """Of Poisson arrivals: the shape of gamma-distributed gaps; below 1 they come in bursts."""
-    concurrency: int | None = None
-    """Closed loop: so many requests are open, and the next one comes when one has ended."""
-    trace: Annotated[str | None, arg(metavar="FILE")] = None
-    """Arrivals from a file, an object a line: {"at_s": 0.25, "prompt_tokens": 512, "output_tokens": 64}."""
-    speed: float = 1.0
-    """How many times as fast the trace is put."""
-    requests: int | None = None
-    """How many requests; 200 if neither this nor --duration is given."""
-    duration: float | None = None
-    """Seconds of arrivals, with --rate, in place of --requests."""
     seed: int = 0
     """Of the load: lengths, arrivals and prompts."""
     against: Annotated[str | None, arg(metavar="LOG")] = None
@@ -132,7 +115,7 @@ class Simulate:
     """Keep the simulated times of every request: JSONL, as bench does."""
     json: bool = False
     """The JSON alone."""
-    lengths: LengthFlags = field(default_factory=LengthFlags)
+    load: LoadFlags = field(default_factory=LoadFlags)
     device: DeviceFlags = field(default_factory=DeviceFlags)
     limits: LimitFlags = field(default_factory=LimitFlags)
 
@@ -181,16 +164,12 @@ class Simulate:
         """Raises UsageError for flags that do not go together, ConfigError and OSError."""
         from jaxinfer.bench.against import check_same, load_of
 
-        if measured is not None and not given(self, ("rate", "concurrency", "trace")):
+        if measured is not None and not given(self.load, ("rate", "concurrency", "trace")):
             reason = "is of a load that is stated; --against alone takes that of the log"
-            refuse_given(self, reason, ("arrivals", "burstiness", "speed", "requests", "duration"))
-            refuse_given(self.lengths, reason)
+            refuse_given(self.load, reason, ("arrivals", "burstiness", "speed", "requests", "duration"))
+            refuse_given(self.load.lengths, reason)
             return load_of(measured, seed=self.seed, name=Path(self.against or "").name)
-        load = Serve(
-            rate=self.rate, arrivals=self.arrivals, burstiness=self.burstiness, concurrency=self.concurrency,
-            trace=self.trace, speed=self.speed, requests=self.requests, duration=self.duration,
-            lengths=self.lengths, report=ReportFlags(seed=self.seed),
-        ).load()  # fmt: skip
+        load = self.load.read(self.seed)
         if measured is not None:
             check_same(load, measured)
         return load

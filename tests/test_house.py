@@ -19,6 +19,7 @@ ALLOWED = {
     "jaxinfer.core": set(),
     "jaxinfer.progress": set(),
     "jaxinfer.presets": set(),
+    "jaxinfer.reading": set(),
     "jaxinfer.config": {"jaxinfer.core"},
     "jaxinfer.shapes": {"jaxinfer.core", "jaxinfer.config", "jaxinfer.presets", "checkpoints"},
     "jaxinfer.text": {"jaxinfer.core"},
@@ -35,7 +36,7 @@ ALLOWED = {
     },
     "jaxinfer.doctor": {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.planner", "jaxinfer.calibration", "jaxinfer.runtime",
-        "pallas_kernels", "checkpoints",
+        "jaxinfer.reading", "pallas_kernels", "checkpoints",
     },
     "jaxinfer.arguments": {"jaxinfer.core"},
     "jaxinfer.outputs": {"jaxinfer.core"},
@@ -60,7 +61,7 @@ ALLOWED = {
     "jaxinfer.simulator": {"jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.planner"},
     "jaxinfer.bench": {
         "jaxinfer.core", "jaxinfer.config", "jaxinfer.engine", "jaxinfer.llm", "jaxinfer.planner",
-        "jaxinfer.simulator", "jaxinfer.progress",
+        "jaxinfer.simulator", "jaxinfer.progress", "jaxinfer.reading",
     },
 }  # fmt: skip
 

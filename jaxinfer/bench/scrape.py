@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from jaxinfer.reading import Reading
+
 COUNTS = {
-    "moved_bytes": "jaxinfer_moved_bytes_total",
-    "operations": "jaxinfer_operations_total",
-    "tokens_run": "jaxinfer_step_tokens_total",
-    "tokens_padded": "jaxinfer_step_slots_total",
-    "steps": "jaxinfer_steps_total",
-    "failed_steps": "jaxinfer_failed_steps_total",
-    "preemptions": "jaxinfer_num_preemptions_total",
-    "programs": "jaxinfer_compiles_total",
-    "compiles_after_warmup": "jaxinfer_compiles_after_warmup_total",
-    "mbu": "jaxinfer_mbu",
-    "mfu": "jaxinfer_mfu",
+    "moved_bytes": "moved_bytes_total",
+    "operations": "operations_total",
+    "tokens_run": "step_tokens_total",
+    "tokens_padded": "step_slots_total",
+    "steps": "steps_total",
+    "failed_steps": "failed_steps_total",
+    "preemptions": "num_preemptions_total",
+    "programs": "compiles_total",
+    "compiles_after_warmup": "compiles_after_warmup_total",
+    "mbu": "mbu",
+    "mfu": "mfu",
 }
-_LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
 
 
 def stats(text: str) -> dict[str, Any] | None:
     """Counts by the names of `Engine.stats`; None when these are not the metrics of a jaxinfer server."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith("jaxinfer_") and (match := _LINE.fullmatch(line)):
-            part = re.search(r'part="(\w+)"', match[2] or "")
-            found[match[1] + (f".{part[1]}" if part else "")] = float(match[3])
-    if COUNTS["steps"] not in found:
+    try:
+        read = Reading.parse(text)
+    except ValueError:
         return None
-    values: dict[str, Any] = {key: found[name] for key, name in COUNTS.items() if name in found}
-    for key in ("engine", "dispatch", "wait"):
-        values[f"{key}_s"] = found.get(f"jaxinfer_host_seconds_total.{key}")
-    values["prefix_cache"] = {
-        "queries": found.get("jaxinfer_prefix_cache_queries_total", 0.0),
-        "hits": found.get("jaxinfer_prefix_cache_hits_total", 0.0),
-    }
+    values: dict[str, Any] = {key: read(name) for key, name in COUNTS.items() if read.has(name)}
+    for part in ("engine", "dispatch", "wait"):
+        known = read.has("host_seconds_total", part=part)
+        values[f"{part}_s"] = read("host_seconds_total", part=part) if known else None
+    values["prefix_cache"] = {name: read(f"prefix_cache_{name}_total") for name in ("queries", "hits")}
     return values

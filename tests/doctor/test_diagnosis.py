@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.core import ConfigError
-from jaxinfer.doctor.diagnosis import Reading, _quantile, diagnose, read
+from jaxinfer.doctor.diagnosis import _quantile, diagnose, read
+from jaxinfer.reading import Reading
 from jaxinfer.engine.metrics import FIRST_TOKEN_BOUNDS, Histogram, Histograms
 from jaxinfer.server.metrics import Metrics
 

@@ -121,13 +121,12 @@ class Simulation:
         when one of so many places is free. `advance(1)` is called at the end of each request.
 
         A request that the engine would refuse is told so in its Served. What a simulation cannot serve
-        raises NotImplementedError: more than one answer a request, and a timeout.
+        raises RequestError: more than one answer a request, and a timeout.
         """
         for ask in asks:
             if ask.request.sampling.n != 1 or ask.request.timeout_s is not None:
-                raise NotImplementedError(
-                    f"{ask.request.request_id}: neither n > 1 nor timeout_s is simulated"
-                )
+                name = "timeout_s" if ask.request.sampling.n == 1 else "n"
+                raise RequestError(f"{ask.request.request_id}: {name} is not simulated; leave it out", name)
         door = _Door(self, asks, concurrency, advance or (lambda amount: None))
         with _uncollected():
             self._run(door)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from worlds import VOCAB, World, ask, worlds
 
 from jaxinfer.config import ModelConfig, shape_ladder
-from jaxinfer.core import Limits, Request, SamplingParams
+from jaxinfer.core import Limits, Request, RequestError, SamplingParams
 from jaxinfer.planner import ModelCosts, RooflineTime, device_sheet
 from jaxinfer.presets import PRESETS
 from jaxinfer.simulator import Ask, Outcome, Simulation, Step, StepTimer, VirtualClock
@@ -146,10 +146,13 @@ def test_what_the_engine_would_refuse_is_refused() -> None:
     assert fine.finish_reason == "length"
 
 
-@pytest.mark.parametrize("change", [{"timeout_s": 5.0}, {"sampling": SamplingParams(n=2, max_tokens=3)}])
-def test_what_cannot_be_simulated_is_said(change: dict) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("timeout_s", {"timeout_s": 5.0}), ("n", {"sampling": SamplingParams(n=2, max_tokens=3)})],
+)
+def test_what_cannot_be_simulated_is_said(name: str, change: dict) -> None:
     request = dataclasses.replace(ask("a", 0.0, [1], 3).request, **change)
-    with pytest.raises(NotImplementedError, match="simulated"):
+    with pytest.raises(RequestError, match=f"{name} is not simulated"):
         World(LIMITS, (Ask(0.0, request),)).simulate()
 
 

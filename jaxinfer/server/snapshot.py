@@ -202,7 +202,7 @@ class Recorder:
                 prompt_tokens=group[0].num_prompt,
                 output_tokens=sum(s.num_output for s in group),
                 cached_tokens=group[0].cached_tokens,
-                pages=tuple(tuple([p for p in s.pages if p][::every]) for s in group),
+                pages=tuple(tuple(p for p in s.pages[::every] if p) for s in group),
             )
             for key, group in groups.items()
         )

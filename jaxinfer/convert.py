@@ -85,18 +85,20 @@ def convert(
     config = ModelConfig.from_hf(checkpoint.config)
     weights.check_names(config, checkpoint)
     weights.warn_of_another_head(config, checkpoint)
-    if heads is not None:
-        change = decide(checkpoint, heads, progress=progress is not False)
-        if on_heads is not None:
-            on_heads(change)
-        checkpoint, config = Regrouped(checkpoint, change), change.after
-    keys = checkpoint.config
+    keys, favors = checkpoint.config, None
     if linear_layers is not None:
         layers = range(config.num_layers) if linear_layers == "all" else linear_layers
         keys = with_linear_attention(keys, layers, favor or Favor())
         config = ModelConfig.from_hf(keys)
+        favors = [layer.favor for layer in config.layers]
     elif favor is not None:
         raise ConfigError(f"{favor} without linear_layers, which say where it is wanted")
+    if heads is not None:
+        change = decide(checkpoint, heads, favors=favors, progress=progress is not False)
+        if on_heads is not None:
+            on_heads(change)
+        checkpoint, config = Regrouped(checkpoint, change), change.after
+        keys = checkpoint.config
     tensors = _tensors(config, checkpoint, dtype)
     write_model(
         destination, checkpoint, tensors, to=to, config=keys, max_shard_bytes=max_shard_bytes,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from checkpoints import Checkpoint
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import Favor, LayerConfig, ModelConfig
 from jaxinfer.core import ConfigError
-from jaxinfer.heads import budget, calibrate, groups, merge
+from jaxinfer.heads import attention, budget, calibrate, groups, merge
 from jaxinfer.heads.groups import HeadMap, Members
 from jaxinfer.heads.merge import Fold, Freedom
 from jaxinfer.heads.plan import HeadPlan
@@ -37,7 +37,8 @@ class LayerChange:
     """Of one layer: the head map, the folds of each of its groups, and what they lose.
 
     `key_error`, `value_error`: |merged - old| / |old| over all heads, on the text or, without one, of the
-    weights. `attention_error`: the same of what attention adds to the residual stream, on the text alone.
+    weights. `attention_error`: the same of what attention adds to the residual stream, on the text alone, by
+    the kind of attention that the layer had and the kind that it gets.
     """
 
     groups: HeadMap
@@ -50,7 +51,8 @@ class LayerChange:
 
 @dataclass(frozen=True, slots=True)
 class HeadChange:
-    """A plan applied to a model. `after` has each layer's new count, and the query heads with zeros."""
+    """A plan applied to a model. `after` has each layer's new count, the query heads with zeros, and what
+    attention each layer shall have."""
 
     plan: HeadPlan
     before: ModelConfig
@@ -58,15 +60,28 @@ class HeadChange:
     layers: tuple[LayerChange, ...]
 
 
-def decide(checkpoint: Checkpoint, plan: HeadPlan, *, progress: bool = True) -> HeadChange:
-    """Raises ConfigError for counts that the plan's groups cannot have, or a text that cannot be run."""
+def decide(
+    checkpoint: Checkpoint,
+    plan: HeadPlan,
+    *,
+    favors: Sequence[Favor | None] | None = None,
+    progress: bool = True,
+) -> HeadChange:
+    """What `plan` comes to. `favors`: which layers shall have linear attention afterwards, None: those that
+    have it. Layers of linear attention have no pages, so that a budget leaves them the heads that they have.
+
+    Raises ConfigError for counts that the plan's groups cannot have, or a text that cannot be run."""
     config = ModelConfig.from_hf(checkpoint.config)
+    wanted = [
+        replace(layer, favor=favor)
+        for layer, favor in zip(config.layers, favors or [x.favor for x in config.layers], strict=True)
+    ]
     old = [layer.num_kv_heads for layer in config.layers]
     _check_layers(config, plan)
     if plan.method == "repeat":
-        return _repeat(config, plan)
+        return _repeat(config, plan, wanted)
     if plan.kv_budget is not None:
-        budget.total_of(plan.kv_budget, old)  # told before a model is run
+        _budget_total(plan.kv_budget, wanted)  # told before a model is run
     stated = None if plan.kv_budget is not None else _counts(config, plan)
     choices = None if stated is None else _limits(config, plan, old, stated)
     measured: Sequence[calibrate.Activations | None] = [None] * len(old)
@@ -78,26 +93,26 @@ def decide(checkpoint: Checkpoint, plan: HeadPlan, *, progress: bool = True) -> 
         measured = calibrate.activations(model, pieces, progress=progress)
 
     def layer(index: int) -> _Layer:
-        return _Layer(config, plan, checkpoint, index, measured[index])
+        return _Layer(config, plan, checkpoint, index, measured[index], wanted[index])
 
     if choices is None:
         assert model is not None, "a budget is spread on a text"
         divergence = calibrate.Divergence(model, pieces[:BUDGET_PIECES])
-        choices = _within_budget(config, plan, layer, old, divergence, progress)
+        choices = _within_budget(config, plan, layer, wanted, divergence, progress)
         del divergence
     del model  # before a second one is put together
     changes = []
     for index, (count, most) in enumerate(choices):
         each = layer(index)  # made anew, and let go of, for each: moments of all layers would be large
         changes.append(each.change(plan.groups[index] if plan.groups else each.members(count, most)))
-    return _changed(config, plan, changes)
+    return _changed(config, plan, changes, wanted)
 
 
-def _changed(config: ModelConfig, plan: HeadPlan, changes: Sequence[LayerChange]) -> HeadChange:
+def _changed(
+    config: ModelConfig, plan: HeadPlan, changes: Sequence[LayerChange], wanted: Sequence[LayerConfig]
+) -> HeadChange:
     maps = [change.groups for change in changes]
-    layers = tuple(
-        replace(layer, num_kv_heads=len(each)) for layer, each in zip(config.layers, maps, strict=True)
-    )
+    layers = tuple(replace(layer, num_kv_heads=len(each)) for layer, each in zip(wanted, maps, strict=True))
     heads = groups.query_heads(maps, config.num_heads)
     return HeadChange(plan, config, replace(config, layers=layers, num_heads=heads), tuple(changes))
 
@@ -148,7 +163,7 @@ def _limits(config: ModelConfig, plan: HeadPlan, old: list[int], counts: list[in
     return list(zip(counts, most, strict=True))
 
 
-def _repeat(config: ModelConfig, plan: HeadPlan) -> HeadChange:
+def _repeat(config: ModelConfig, plan: HeadPlan, wanted: Sequence[LayerConfig]) -> HeadChange:
     stated, h = plan.kv_heads, config.head_dim
     assert stated is not None
     counts = stated if isinstance(stated, tuple) else (stated,) * config.num_layers
@@ -163,7 +178,7 @@ def _repeat(config: ModelConfig, plan: HeadPlan) -> HeadChange:
         copies = groups.repeated(config.num_heads, old, count)
         same = (merge.mean(1, h),) * count
         changes.append(LayerChange(copies, same, same, 0.0, 0.0))
-    return _changed(config, plan, changes)
+    return _changed(config, plan, changes, wanted)
 
 
 class _Layer:
@@ -176,9 +191,10 @@ class _Layer:
         checkpoint: Checkpoint,
         index: int,
         measured: calibrate.Activations | None,
+        becomes: LayerConfig,
     ):
         self.config, self.plan, self.checkpoint, self.index = config, plan, checkpoint, index
-        self.measured = measured
+        self.measured, self.becomes = measured, becomes
         self.layer = config.layers[index]
 
     def members(self, count: int, most: int) -> Members:
@@ -196,9 +212,14 @@ class _Layer:
             _relative(self._measured_moments[which], members, folds)
             for which, folds in enumerate((keys, values))
         )
-        attention = None if self.measured is None else self._attention_loss(members, keys, values) ** 0.5
+        moved = None
+        if self.measured is not None:
+            layers = self.layer, self.becomes
+            moved = (
+                attention.attention_loss(self.measured, members, (keys, values), self._output, layers) ** 0.5
+            )
         merged = groups.merged(members, self.config.num_heads // self.layer.num_kv_heads)
-        return LayerChange(merged, keys, values, key_error, value_error, attention)
+        return LayerChange(merged, keys, values, key_error, value_error, moved)
 
     def rows(self, members: Members) -> np.ndarray:
         """k_proj and v_proj of a layer whose heads are what these groups' new heads stand for: the layer
@@ -206,11 +227,6 @@ class _Layer:
         folded = zip(self._weights, self._folds(members), strict=True)
         rebuilt = [_rebuilt(heads.transpose(2, 0, 1)[None], members, folds)[0] for heads, folds in folded]
         return np.concatenate([x.transpose(1, 2, 0).reshape(-1, len(x)) for x in rebuilt])
-
-    def _attention_loss(self, members: Members, keys: tuple[Fold, ...], values: tuple[Fold, ...]) -> float:
-        assert self.measured is not None, "only a text tells what attention loses"
-        rebuilt = _rebuilt(self.measured.k, members, keys), _rebuilt(self.measured.v, members, values)
-        return budget.attention_loss(self.measured, *rebuilt, self._output, self.layer.window)
 
     def _folds(self, members: Members) -> tuple[tuple[Fold, ...], tuple[Fold, ...]]:
         """Of keys and of values, for each group."""
@@ -316,11 +332,24 @@ def _rebuilt(heads: np.ndarray, members: Members, folds: Sequence[Fold]) -> np.n
     return result
 
 
+def _budget_total(share: float, wanted: Sequence[LayerConfig]) -> int:
+    """The most KV heads of all layers together, those of linear attention as they are: a budget is of what
+    pages hold, and these have none. `wanted`: the layers with their old heads."""
+    paged = [layer.num_kv_heads for layer in wanted if layer.favor is None]
+    if not paged:
+        raise ConfigError(
+            "kv_budget: every layer has linear attention, which holds no K/V; kv_heads makes their states "
+            "smaller"
+        )
+    kept = sum(layer.num_kv_heads for layer in wanted if layer.favor is not None)
+    return kept + budget.total_of(share, paged)
+
+
 def _within_budget(
     config: ModelConfig,
     plan: HeadPlan,
     layer: Callable[[int], _Layer],
-    old: list[int],
+    wanted: Sequence[LayerConfig],
     divergence: calibrate.Divergence,
     progress: bool,
 ) -> list[Choice]:
@@ -330,18 +359,20 @@ def _within_budget(
     the counts that divide it.
     """
     assert plan.kv_budget is not None
-    total, n = budget.total_of(plan.kv_budget, old), config.num_heads
+    total, n = _budget_total(plan.kv_budget, wanted), config.num_heads
+    old = [layer.num_kv_heads for layer in wanted]
     sets = [[{k // most: most for most in range(1, k + 1) if k % most == 0} for k in old]]  # count -> most
     if plan.unequal_groups:
         sets = [
             [_unequal_choices(k, n // k, heads) for k in old]
             for heads in range(n, groups.MOST_PADDING * n + 1)
         ]
-        sets = [each for each in sets if all(each)]
-    wanted = [sorted({c for each in sets for c in each[index].items()}) for index in range(len(old))]
+    sets = [list(map(_own_heads_if_linear, wanted, each)) for each in sets]
+    sets = [each for each in sets if all(each)]
+    asked = [sorted({c for each in sets for c in each[index].items()}) for index in range(len(old))]
     known: list[dict[Choice, float]] = []
-    with phase("measuring layers", total=sum(map(len, wanted)), wanted=progress) as advance:
-        for index, choices in enumerate(wanted):
+    with phase("measuring layers", total=sum(map(len, asked)), wanted=progress) as advance:
+        for index, choices in enumerate(asked):
             here = layer(index)
             known.append({})
             for choice in choices:
@@ -360,6 +391,11 @@ def _within_budget(
             best = found[1], [(count, each[index][count]) for index, count in enumerate(found[0])]
     assert best is not None, f"one KV head a layer is within {total} and divides everything"
     return best[1]
+
+
+def _own_heads_if_linear(layer: LayerConfig, choices: dict[int, int]) -> dict[int, int]:
+    """Of these counts, those that a budget may choose for the layer."""
+    return choices if layer.favor is None else {k: v for k, v in choices.items() if k == layer.num_kv_heads}
 
 
 def _unequal_choices(kv_heads: int, group_size: int, heads: int) -> dict[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints import Checkpoint, TokenizerSource
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import Favor, ModelConfig, with_linear_attention
 from jaxinfer.heads import groups
 from jaxinfer.heads.decide import HeadChange, LayerChange
 from jaxinfer.heads.merge import Fold
@@ -28,7 +28,8 @@ class Regrouped:
     `dtype` is what the source holds a tensor in; projections of heads are read in float32, not rounded to it.
     `config` says the new numbers: num_key_value_heads is one number where all layers have as many (what every
     reader of a config.json knows) and otherwise a list with a number for each layer; head_dim is stated,
-    since query heads of zeros make it differ from hidden_size / num_attention_heads.
+    since query heads of zeros make it differ from hidden_size / num_attention_heads; and which layers have
+    linear attention, where the change says others than the source.
     """
 
     def __init__(self, source: Checkpoint, change: HeadChange):
@@ -124,6 +125,9 @@ def _config(config: dict[str, Any], change: HeadChange) -> dict[str, Any]:
     after = change.after
     counts = [layer.num_kv_heads for layer in after.layers]
     new = {key: value for key, value in config.items() if key != "num_key_value_heads_per_layer"}
+    if [layer.favor for layer in after.layers] != [layer.favor for layer in change.before.layers]:
+        favors = [layer.favor for layer in after.layers if layer.favor is not None]
+        new = with_linear_attention(new, after.linear_layers, favors[0] if favors else Favor())
     return new | {
         "num_attention_heads": after.num_heads,
         "num_key_value_heads": counts[0] if len(set(counts)) == 1 else counts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxinfer.config import shown_layers
 from jaxinfer.heads.decide import HeadChange
 from jaxinfer.planner import ModelCosts
 
@@ -24,8 +25,15 @@ def lines(change: HeadChange) -> list[str]:
     total = f"{sum(old)} -> {sum(new)} in {len(old)} layers"
     found = [
         f"KV heads      {_counts(old)} -> {_counts(new)} ({total}), method {plan.method}",
-        f"KV memory     {was:.0f} -> {now:.0f} bytes a token in bfloat16 ({now / was:.1%})",
+        f"KV memory     {was:.0f} -> {now:.0f} bytes a token in bfloat16"
+        + (f" ({now / was:.1%})" if was else ""),
     ]
+    if before.linear_layers or after.linear_layers:
+        where = f"layers {shown_layers(after.linear_layers)}" if after.linear_layers else "no layer any more"
+        found.append(
+            f"states        {before.state_bytes} -> {after.state_bytes} bytes a sequence; "
+            f"linear attention in {where}"
+        )
     if after.num_heads != before.num_heads:
         found.append(
             f"query heads   {before.num_heads} -> {after.num_heads}: zeros, so that groups are of one size"
@@ -44,18 +52,22 @@ def lines(change: HeadChange) -> list[str]:
 
 
 def _errors(change: HeadChange) -> list[str]:
+    """Of keys, values and attention; apart from it of linear attention, whose features are drawn for the
+    heads that there are: it is not as it was where merged keys still have their products with queries."""
     if change.plan.method == "repeat":
         return ["error         none: heads are copied"]
-    layers = change.layers
     on = "on the calibration text" if change.plan.on_text else "of the weights"
-    kinds = {"keys": [x.key_error for x in layers], "values": [x.value_error for x in layers]}
-    attention = [x.attention_error for x in layers if x.attention_error is not None]
-    if attention:
-        kinds["attention"] = attention
+    kinds: dict[str, dict[int, float]] = {"keys": {}, "values": {}, "attention": {}, "linear": {}}
+    for index, (each, layer) in enumerate(zip(change.layers, change.after.layers, strict=True)):
+        kinds["keys"][index], kinds["values"][index] = each.key_error, each.value_error
+        if each.attention_error is not None:
+            kinds["attention" if layer.favor is None else "linear"][index] = each.attention_error
     found = []
     for kind, errors in kinds.items():
-        worst = max(range(len(errors)), key=errors.__getitem__)
-        mean = sum(errors) / len(errors)
+        if not errors:
+            continue
+        worst = max(errors, key=errors.__getitem__)
+        mean = sum(errors.values()) / len(errors)
         found.append(
             f"error         {kind:9} {mean:.3f} on average, most {errors[worst]:.3f} in layer {worst}"
         )

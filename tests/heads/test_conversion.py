@@ -319,10 +319,12 @@ def test_what_a_budget_measures_is_what_one_converted_layer_does(tmp_path: Path,
         change = decide(source, plan)
         after = log_softmax(logits_of(Regrouped(source, change), pieces))
         expected = float(np.mean(np.sum(np.exp(before) * (before - after), axis=-1)))
-        rows = _Layer(change.before, plan, source, layer, None).rows(members)
+        rows = _Layer(change.before, plan, source, layer, None, change.before.layers[layer]).rows(members)
         assert divergence.of(layer, rows) == pytest.approx(expected, rel=1e-3)
         assert expected > 0.01
-    whole = _Layer(change.before, plan, source, 0, None).rows(tuple((h,) for h in range(8)))
+    whole = _Layer(change.before, plan, source, 0, None, change.before.layers[0]).rows(
+        tuple((h,) for h in range(8))
+    )
     assert divergence.of(0, whole) == pytest.approx(0, abs=1e-6)
 
 

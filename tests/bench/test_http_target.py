@@ -9,11 +9,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
-import uvicorn
 from fake_runner import FakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served_answers import LIMITS, fixed
+from serving import serving
 
 from jaxinfer.bench import Arrival, Lengths, Load, Objective, Prompts, Summary, closed, constant, scrape
 from jaxinfer.bench.http_target import HttpTarget
@@ -31,16 +31,8 @@ quiet: Callable[[float], None] = lambda amount: None  # noqa: E731
 def served() -> Generator[tuple[str, LLM]]:
     """The endpoint over the fake device: 4 sequences run, 2 may wait, the key is "k"."""
     llm = LLM.from_parts(FakeRunner(LIMITS), LIMITS, tokenizer=ByteTokenizer(), model_name="fake")
-    config = uvicorn.Config(create_app(llm, api_key="k", max_queue=2), port=0, log_level="warning")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        thread.join(0.005)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", llm
-    server.should_exit = True
-    thread.join(10)
+    with serving(create_app(llm, api_key="k", max_queue=2)) as address:
+        yield address, llm
 
 
 def target(served: tuple[str, LLM], **options: Any) -> HttpTarget:

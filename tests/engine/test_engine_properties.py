@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,21 +150,35 @@ def requests(draw: st.DrawFn, name: str, tokens: st.SearchStrategy[int] = HARMLE
 MANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@settings(MANY, max_examples=1000)
-@given(st.data())
-def test_any_schedule_gives_each_request_its_solo_output(data: st.DataObject) -> None:
-    """Arrivals at any step, cancels at any step, pools from one page on (B001-B007, B026, B028, B030)."""
-    world = World(lim := data.draw(limits), FakeRunner(lim), **data.draw(MODES))
+def played(
+    world: World,
+    data: st.DataObject,
+    asks: Callable[[str], st.SearchStrategy[Request]],
+    *,
+    most: int,
+    most_steps: int = 5,
+) -> set[str]:
+    """At most so many requests, some steps after each and now and then a cancel, to the end of all; who was
+    cancelled."""
     cancelled: set[str] = set()
-    for number in range(data.draw(st.integers(1, 8))):
-        world.add(data.draw(requests(f"r{number}")))
-        for _ in range(data.draw(st.integers(0, 5))):
+    for number in range(data.draw(st.integers(1, most))):
+        world.add(data.draw(asks(f"r{number}")))
+        for _ in range(data.draw(st.integers(0, most_steps))):
             world.step()
         if world.requests and data.draw(st.integers(0, 4)) == 0:
             name = data.draw(st.sampled_from(sorted(world.requests)))
             if world.engine.cancel(name):
                 cancelled.add(name)
     world.drain()
+    return cancelled
+
+
+@settings(MANY, max_examples=1000)
+@given(st.data())
+def test_any_schedule_gives_each_request_its_solo_output(data: st.DataObject) -> None:
+    """Arrivals at any step, cancels at any step, pools from one page on (B001-B007, B026, B028, B030)."""
+    world = World(lim := data.draw(limits), FakeRunner(lim), **data.draw(MODES))
+    cancelled = played(world, data, requests, most=8)
     world.assert_as_alone(but=cancelled)
     for name in cancelled:
         assert "abort" in [r for (i, _), r in world.reasons.items() if i == name]

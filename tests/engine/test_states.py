@@ -9,7 +9,7 @@ import pytest
 from fake_runner import DeviceError, FakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_properties import FAIL_IN, MANY, MODES, VOCAB, World, limits, requests
+from test_engine_properties import FAIL_IN, MANY, MODES, VOCAB, World, limits, played, requests
 
 from jaxinfer.core import Limits, Request, SamplingParams, Slice, StepPlan
 from jaxinfer.engine import Engine
@@ -61,16 +61,7 @@ def test_any_schedule_gives_each_request_its_solo_output(data: st.DataObject) ->
     )
     world = World(lim, runner, **data.draw(MODES))
     world.prefix_caching = False  # asked for or not
-    cancelled: set[str] = set()
-    for number in range(data.draw(st.integers(1, 6))):
-        world.add(data.draw(requests(f"r{number}")))
-        for _ in range(data.draw(st.integers(0, 5))):
-            world.step()
-        if world.requests and data.draw(st.integers(0, 4)) == 0:
-            name = data.draw(st.sampled_from(sorted(world.requests)))
-            if world.engine.cancel(name):
-                cancelled.add(name)
-    world.drain()
+    cancelled = played(world, data, requests, most=6)
     failed = {name for (name, _), reason in world.reasons.items() if reason == "error"}
     world.assert_as_alone(but=cancelled | failed)
 

@@ -14,7 +14,18 @@ import pytest
 from fake_runner import FakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_properties import CULPRIT, EOS, FAIL_IN, HARMLESS, MANY, MODES, VOCAB, World, requests
+from test_engine_properties import (
+    CULPRIT,
+    EOS,
+    FAIL_IN,
+    HARMLESS,
+    MANY,
+    MODES,
+    VOCAB,
+    World,
+    played,
+    requests,
+)
 
 from jaxinfer.core import Limits, Request, SamplingParams
 from jaxinfer.engine import Engine, validate
@@ -95,16 +106,7 @@ def long_requests(draw: st.DrawFn, name: str, tokens: st.SearchStrategy[int] = H
 def test_any_schedule_gives_what_an_engine_that_keeps_every_page_gives(data: st.DataObject) -> None:
     """Arrivals and cancels at any step, chunks and preemptions as the pool has it."""
     world = WindowWorld(lim := data.draw(window_limits()), FakeRunner(lim), **data.draw(MODES))
-    cancelled: set[str] = set()
-    for number in range(data.draw(st.integers(1, 8))):
-        world.add(data.draw(long_requests(f"r{number}")))
-        for _ in range(data.draw(st.integers(0, 8))):
-            world.step()
-        if world.requests and data.draw(st.integers(0, 4)) == 0:
-            name = data.draw(st.sampled_from(sorted(world.requests)))
-            if world.engine.cancel(name):
-                cancelled.add(name)
-    world.drain()
+    cancelled = played(world, data, long_requests, most=8, most_steps=8)
     world.assert_as_without_window(but=cancelled)
     world.assert_as_alone(but=cancelled)
 

@@ -21,9 +21,11 @@ from jaxinfer.core import (
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
+    from jaxinfer.llm.beams import BeamSearchParams
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
@@ -39,9 +41,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """LLM when it is asked for: the rooms below it can be imported without it."""
+    """LLM and what belongs to it when they are asked for: the rooms below can be imported without them."""
     if name == "LLM":
         from jaxinfer.llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from jaxinfer.llm.beams import BeamSearchParams
+
+        return BeamSearchParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

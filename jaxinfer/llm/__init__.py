@@ -28,7 +28,7 @@ from jaxinfer.arguments import (
     options_each,
     sampling_over,
 )
-from jaxinfer.config import DynamicRope, EngineConfig, ModelConfig, shown_layers
+from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.core import (
     Limits,
     Request,
@@ -40,6 +40,9 @@ from jaxinfer.core import (
 )
 from jaxinfer.engine import Engine, validate
 from jaxinfer.engine.trace import NO_TRACE, FileTrace, Trace
+from jaxinfer.llm.beams import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from jaxinfer.llm.beams import run as run_beams
+from jaxinfer.llm.caching import no_prefix_caching
 from jaxinfer.llm.prompts import Cut, Prompts
 from jaxinfer.llm.structures import StructuredTokenizer
 from jaxinfer.llm.turns import Turns
@@ -137,7 +140,7 @@ class LLM:
         self.model_config = model_config
         self.engine_config = engine_config
         self.default_sampling = default_sampling
-        reason = _no_prefix_caching(limits, model_config)
+        reason = no_prefix_caching(limits, model_config)
         if reason and engine_config.enable_prefix_caching:
             logger.warning("%s: prefix caching is off: %s", model_name, reason)
         self._structured = None if tokenizer is None else StructuredTokenizer(tokenizer, limits.vocab_size)
@@ -236,6 +239,36 @@ class LLM:
             for m, s, o in zip(batch, params, options, strict=True)
         ]
         return self._answer(requests, progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: BeamSearchParams,
+        progress: bool | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: int | Seq[int] | None = 0,
+        cache_salt: str | Seq[str | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest outputs of one prompt or several, in the order of the prompts (`llm/beams.py`).
+
+        Arguments as of `generate`. Raises RequestError as `generate`, and JaxInferError when a step fails.
+        """
+        batch = as_batch(prompts)
+        given = {"priority": 0 if priority is None else priority, "cache_salt": cache_salt}
+        sampling = SamplingParams(max_tokens=params.max_tokens)
+        requests = [
+            self.prepare(p, sampling, **o)
+            for p, o in zip(batch, options_each(given, len(batch), "prompts"), strict=True)
+        ]
+        searches = [BeamSearch(request, params, self.limits) for request in requests]
+        wanted = one_of("progress", progress, "use_tqdm", use_tqdm)
+        with phase("searching", total=len(batch), wanted=self._shows(len(batch), wanted)) as advance:
+            run_beams(self._turns, searches, advance)
+        return [
+            BeamSearchOutput(sequences=tuple(self._with_text(beam) for beam in search.best()))
+            for search in searches
+        ]
 
     def score(self, texts: Prompt | Seq[Prompt], progress: bool | None = None) -> list[Score]:
         """How likely each text (or list of token ids) is: the logprob of every token but the first, nll and
@@ -423,10 +456,17 @@ class LLM:
             self._structured.check_structure(request.sampling)
         return most
 
+    def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
+        text = None if self.tokenizer is None else self.tokenizer.decode(beam.tokens)
+        return dataclasses.replace(beam, text=text)
+
     # ------------------------------------------------------------------------------------ running
 
+    def _shows(self, count: int, progress: bool | None) -> bool:
+        return count > 1 and sys.stderr.isatty() if progress is None else progress
+
     def _answer(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
-        wanted = len(requests) > 1 and sys.stderr.isatty() if progress is None else progress
+        wanted = self._shows(len(requests), progress)
         answers = {r.request_id: [Continuation(index) for index in range(r.sampling.n)] for r in requests}
         with phase("generating", total=len(requests), wanted=wanted) as advance:
             for event in self._turns.events(requests):
@@ -439,24 +479,3 @@ class LLM:
 
 def _open_trace(config: EngineConfig) -> Trace:
     return NO_TRACE if config.trace is None else FileTrace(config.trace)
-
-
-def _no_prefix_caching(limits: Limits, model: ModelConfig | None) -> str | None:
-    """Why K/V of one request is of no use to another that begins alike; None where it is."""
-    if limits.window is not None or (model is not None and model.window is not None):
-        return "every layer has a sliding window, and pages behind it are given back"
-    if model is not None and any(layer.top_pages and layer.top_pages.start is None for layer in model.layers):
-        return "an answer's queries choose pages and a prompt's do not: the same text has other K/V in each"
-    if model is not None and model.linear_layers:
-        return (
-            f"layers {shown_layers(model.linear_layers)} have linear attention, and their state after a text "
-            "is of no use to one that departs from it before its end"
-        )
-    if model is not None and isinstance(model.rope, DynamicRope):
-        original = model.rope.original_max_position
-        if limits.max_model_len > original:
-            return (
-                f"with dynamic rope the K/V of a prompt depend on its length beyond {original} tokens, and "
-                f"max_model_len is {limits.max_model_len}"
-            )
-    return None

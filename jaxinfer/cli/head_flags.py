@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from jaxinfer.cli.group_lists import read_groups
 from jaxinfer.cli.terminal import UsageError
 
 if TYPE_CHECKING:
@@ -20,10 +21,13 @@ class HeadFlags:
     """KV heads of every layer: a number, or one for each layer (4,4,2,1)."""
     kv_budget: float | None = None
     """Share of all KV heads to keep; each layer gets the count with which all together lose least."""
+    groups: str | None = None
+    """Which old heads make each new one: 0,1|2-3 for every layer, with ; between layers, or a .json or .toml
+    file with lists of heads."""
     method: (
         Literal["mean", "first", "random", "norm-weighted", "similarity", "align", "svd", "repeat"] | None
     ) = None
-    """How the heads of a group become one (mean, where a number or budget is given); repeat makes more."""
+    """How the heads of a group become one (mean, if left out); repeat makes more."""
     grouping: Literal["neighbours", "alike"] | None = None
     """Which heads are grouped: runs of them, or those that lose least together."""
     unequal_groups: bool = False
@@ -42,14 +46,17 @@ class HeadFlags:
         stated = {name: value for name, value in vars(self).items() if value not in (None, False)}
         if not stated:
             return None
-        if self.kv_heads is None and self.kv_budget is None:
+        if self.kv_heads is None and self.kv_budget is None and self.groups is None:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in stated)
-            raise UsageError(f"{names} needs --kv-heads or --kv-budget, which say how many KV heads to make")
+            raise UsageError(
+                f"{names} needs --kv-heads, --kv-budget or --groups, which say how many KV heads to make"
+            )
         from jaxinfer.heads import HeadPlan
 
         return HeadPlan(
             kv_heads=None if self.kv_heads is None else _counts(self.kv_heads),
             kv_budget=self.kv_budget,
+            groups=None if self.groups is None else read_groups(self.groups),
             method=self.method or "mean",
             grouping=self.grouping,
             unequal_groups=self.unequal_groups,

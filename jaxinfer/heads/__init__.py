@@ -10,8 +10,18 @@
 
 from jaxinfer.heads.decide import HeadChange, LayerChange, decide
 from jaxinfer.heads.groups import Group
-from jaxinfer.heads.plan import HeadPlan
+from jaxinfer.heads.plan import HeadPlan, stated_groups
 from jaxinfer.heads.regrouped import Regrouped
 from jaxinfer.heads.report import kv_bytes, lines
 
-__all__ = ["Group", "HeadChange", "HeadPlan", "LayerChange", "Regrouped", "decide", "kv_bytes", "lines"]
+__all__ = [
+    "Group",
+    "HeadChange",
+    "HeadPlan",
+    "LayerChange",
+    "Regrouped",
+    "decide",
+    "kv_bytes",
+    "lines",
+    "stated_groups",
+]

@@ -77,6 +77,8 @@ def decide(
         for layer, favor in zip(config.layers, favors or [x.favor for x in config.layers], strict=True)
     ]
     old = [layer.num_kv_heads for layer in config.layers]
+    if plan.groups is not None and len(plan.groups) == 1:
+        plan = replace(plan, groups=plan.groups * config.num_layers)
     _check_layers(config, plan)
     if plan.method == "repeat":
         return _repeat(config, plan, wanted)
@@ -121,7 +123,11 @@ def _check_layers(config: ModelConfig, plan: HeadPlan) -> None:
     for name in ("kv_heads", "groups"):
         stated = getattr(plan, name)
         if isinstance(stated, tuple) and len(stated) != config.num_layers:
-            raise ConfigError(f"{name} has {len(stated)} entries for the model's {config.num_layers} layers")
+            one = " or 1 for all" if name == "groups" else ""
+            raise ConfigError(
+                f"{name} has {len(stated)} entries for the model's {config.num_layers} layers; give "
+                f"{config.num_layers}{one}"
+            )
     maps = []
     for index, members in enumerate(plan.groups or ()):
         groups.check_members(members, config.layers[index].num_kv_heads, index)

@@ -24,7 +24,7 @@ class HeadPlan:
       `kv_heads`: K of all layers, or a K for each layer.
       `kv_budget`: a share of all KV heads, above 0 and up to 1; each layer gets the count with which all
           layers together lose least (`jaxinfer.heads.budget`).
-      `groups`: for each layer, the old KV heads of each new one.
+      `groups`: for each layer, the old KV heads of each new one; of one entry, for every layer.
 
     `method`: how a group becomes one head. "mean" (2305.13245), "first" and "random" (one head of each group
     is kept, the first or one drawn with `seed`), "norm-weighted" (2408.08454), "similarity" (the mean of
@@ -69,6 +69,8 @@ class HeadPlan:
                 raise ConfigError(f"kv_heads must be 1 or more, got {count!r}")
         if self.kv_budget is not None and not 0 < self.kv_budget <= 1:
             raise ConfigError(f"kv_budget must be above 0 and at most 1, got {self.kv_budget!r}")
+        if self.groups is not None:
+            _check_groups(self.groups)
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -109,6 +111,41 @@ class HeadPlan:
             return self.measure == "text"
         stated = (self.kv_budget, self.calibration, self.calibration_tokens)
         return self.method in ON_TEXT or any(value is not None for value in stated)
+
+
+def stated_groups(value: Any) -> tuple[Members, ...]:
+    """`HeadPlan.groups` from lists, as JSON and TOML have them: [[0, 1], [2, 3]] for every layer, or a list
+    of such lists, one for each. Raises ConfigError for what is neither."""
+    layers = value
+    if _nested(value, 1) and all(_is_count(head, 0) for heads in value for head in heads):
+        layers = [value]
+    if not _nested(layers, 2):
+        text = repr(value)
+        raise ConfigError(
+            "groups must be lists of old heads such as [[0, 1], [2, 3]], for every layer or for each; got "
+            + (text if len(text) <= 80 else text[:77] + "...")
+        )
+    return tuple(tuple(tuple(heads) for heads in layer) for layer in layers)
+
+
+def _check_groups(layers: Any) -> None:
+    """Raises ConfigError for what is not of the type of `HeadPlan.groups`; the heads of a model are not known
+    here."""
+    if not _nested(layers, 2, tuple):
+        raise ConfigError(
+            "groups must be tuples of old heads for each layer, or once for all, such as "
+            f"(((0, 1), (2, 3)),); got {layers!r}"
+        )
+    for head in (head for layer in layers for heads in layer for head in heads):
+        if not _is_count(head, 0):
+            raise ConfigError(f"groups must hold heads, numbers from 0 on; got {head!r}")
+
+
+def _nested(value: Any, depth: int, kind: type = list) -> bool:
+    """Whether this is a list, of lists, ..., `depth` times; only the innermost may be empty."""
+    if not isinstance(value, kind) or (depth and not value):
+        return False
+    return depth == 0 or all(_nested(each, depth - 1, kind) for each in value)
 
 
 def _is_count(value: Any, least: int = 1) -> bool:

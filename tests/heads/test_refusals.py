@@ -49,6 +49,10 @@ PLANS: list[tuple[dict[str, Any], str]] = [
     ({"kv_heads": 1, "method": "similarity", "grouping": "neighbours"}, "'similarity' chooses the groups"),
     ({"kv_budget": 0.5, "measure": "weights"}, "measure 'weights' cannot spread a kv_budget"),
     ({"groups": (((0,),),), "grouping": "alike"}, "groups are stated"),
+    ({"groups": ()}, r"groups must be tuples of old heads .* got \(\)"),
+    ({"groups": ((0, 1), (2, 3))}, r"groups must be tuples .* got \(\(0, 1\), \(2, 3\)\)"),
+    ({"groups": (((0, -1),),)}, "groups must hold heads, numbers from 0 on; got -1"),
+    ({"groups": (((0, True),),)}, "groups must hold heads, numbers from 0 on; got True"),
 ]
 
 MODELS: list[tuple[dict[str, Any], str]] = [
@@ -63,6 +67,8 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"kv_budget": 0.2}, "kv_budget 0.2 of 20 KV heads is 4, and each of 5 layers needs one; at least 0.250"),
     ({"groups": (((0, 1), (2,)),) * 5}, r"groups of layer 0: got \(\(0, 1\), \(2,\)\).*0 to 3 belongs"),
     ({"groups": (((0, 1, 2, 3), ()),) * 5}, "no group is empty"),
+    ({"groups": (((0, 1, 2, 3),),) * 2}, "groups has 2 entries for the model's 5 layers; give 5 or 1"),
+    ({"groups": (((0, 1), (2, 4)),)}, r"groups of layer 0: got .* KV heads 0 to 3"),
     ({"kv_heads": 1, "calibration": Path("nowhere.txt")}, r"calibration nowhere\.txt: cannot be read"),
 ]  # fmt: skip
 
@@ -192,7 +198,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert out[0] == "KV heads      4,2,2,1,1 -> 1 (10 -> 5 in 5 layers), method mean"
     assert opened(tmp_path / "mqa").config["num_key_value_heads"] == 1
     for wrong, status, told in (
-        (["--method", "mean"], 2, "--method needs --kv-heads or --kv-budget"),
+        (["--method", "mean"], 2, "--method needs --kv-heads, --kv-budget or --groups"),
         (["--kv-heads", "two"], 2, "--kv-heads is a number, or one for each layer"),
         (["--kv-heads", "3"], 1, "kv_heads 3 does not divide the 4 KV heads"),
         (["--kv-heads", "2", "--head-seed", "1"], 1, "seed 1 is of method 'random' alone"),

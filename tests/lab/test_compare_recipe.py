@@ -8,7 +8,7 @@ import pytest
 from recipes import recipe
 
 from jaxinfer.core import ConfigError
-from jaxinfer.lab.compare.cells import models
+from jaxinfer.lab.compare.cells import Model, Texts, model_config, models
 from jaxinfer.lab.compare.recipe import TextPart, Variant, parse_recipe, read_recipe
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "lab").glob("*/*.toml"))
@@ -23,6 +23,20 @@ def test_what_a_recipe_says() -> None:
     assert found.control
     assert found.uptraining is not None
     assert found.uptraining.for_run(64, 3, None).num_steps == 2
+
+
+def test_groups_are_a_variant_of_their_own(tmp_path: Path) -> None:
+    """In the plan and in the names of cells; those of other variants are what they were before."""
+    found = parse_recipe(recipe(variant=[{"groups": [[0, 3], [1, 2]]}, {"kv_heads": 2}]))
+    assert [variant.name for variant in found.variants] == ["groups", "2-heads"]
+    assert found.head_plan(found.variants[0], found.methods[0], 0, None).groups == (((0, 3), (1, 2)),)
+    texts = Texts(tmp_path, tmp_path)
+    stated, counted = (
+        model_config(found, Model(variant, found.methods[0]), "source", texts)["heads"]
+        for variant in found.variants
+    )
+    assert stated["groups"] == (((0, 3), (1, 2)),)
+    assert "groups" not in counted
 
 
 def test_the_grid_is_every_model_once() -> None:
@@ -67,6 +81,8 @@ def test_the_examples_are_recipes(path: Path) -> None:
         (r"variant\[0\]\.heads is not known", {"variant": [{"kv_heads": 1, "heads": 2}]}),
         (r"variant\[0\]: one of kv_heads, kv_budget", {"variant": [{"name": "x"}]}),
         (r"variant\[0\]: kv_heads must be 1 or more", {"variant": [{"kv_heads": 0}]}),
+        (r"variant\[0\]: groups must be lists of old heads", {"variant": [{"groups": [0, 1]}]}),
+        (r"variant\[0\]: groups are stated", {"variant": [{"groups": [[0, 1]], "unequal_groups": True}]}),
         (r"variant\[0\]: kv_budget must be above 0", {"variant": [{"kv_budget": 2.0}]}),
         (r"variant\.name has 'a' twice", {"variant": [{"name": "a", "kv_heads": k} for k in (1, 2)]}),
         (r"variant must be tables", {"variant": [1]}),

@@ -116,6 +116,8 @@ def model_config(recipe: Recipe, model: Model, source: str, texts: Texts) -> dic
             "method": plan.method, "grouping": plan.grouping, "measure": plan.measure, "seed": plan.seed,
             "calibration": calibration_config(recipe, texts) if plan.on_text else None,
         }  # fmt: skip
+        if plan.groups is not None:  # others keep the names that they had before there were groups
+            heads["groups"] = plan.groups
     if model.tokens:
         assert recipe.uptraining is not None, "the recipe was checked to have it"
         wanted = recipe.uptraining

@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxinfer.config import EngineConfig, ModelConfig, attention_span
 from jaxinfer.core import ConfigError
-from jaxinfer.heads import HeadPlan
+from jaxinfer.heads import HeadPlan, stated_groups
 from jaxinfer.lab.evaluate import Windowing
 from jaxinfer.lab.settings import Settings
 from jaxinfer.planner import device_sheet
@@ -51,11 +51,12 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How many KV heads there shall be."""
+    """How many KV heads there shall be, or of which old ones each is made."""
 
     name: str
     kv_heads: int | tuple[int, ...] | None = None
     kv_budget: float | None = None
+    groups: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     unequal_groups: bool = False
 
 
@@ -147,7 +148,8 @@ class Recipe:
     def head_plan(self, variant: Variant, method: Method, seed: int, calibration: Path | None) -> HeadPlan:
         """What `jaxinfer.heads` is asked for. Raises ConfigError."""
         plan = HeadPlan(
-            kv_heads=variant.kv_heads, kv_budget=variant.kv_budget, unequal_groups=variant.unequal_groups,
+            kv_heads=variant.kv_heads, kv_budget=variant.kv_budget, groups=variant.groups,
+            unequal_groups=variant.unequal_groups,
             method=method.method, grouping=method.grouping, measure=method.measure,  # type: ignore[arg-type]
             seed=seed if method.method == "random" else None,
         )  # fmt: skip
@@ -223,17 +225,19 @@ def _variant(table: _Table) -> Variant:
     if isinstance(counts, list):
         counts = tuple(counts)
     budget = table.take("kv_budget", None)
+    lists = table.take("groups", None)
     default = "x".join(map(str, counts)) if isinstance(counts, tuple) else f"{counts}-heads"
-    variant = Variant(
-        name=table.text("name", default if budget is None else f"budget-{budget:g}"),
-        kv_heads=counts, kv_budget=budget, unequal_groups=table.flag("unequal_groups", False),
-    )  # fmt: skip
+    if budget is not None:
+        default = f"budget-{budget:g}"
+    name = table.text("name", default if lists is None else "groups")
+    unequal = table.flag("unequal_groups", False)
     table.close()
     try:
-        HeadPlan(kv_heads=variant.kv_heads, kv_budget=variant.kv_budget)
+        groups = None if lists is None else stated_groups(lists)
+        HeadPlan(kv_heads=counts, kv_budget=budget, groups=groups, unequal_groups=unequal)
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{table.name}: {error}") from None
-    return variant
+    return Variant(name, counts, budget, groups, unequal)
 
 
 def _method(value: Any, place: int) -> Method:

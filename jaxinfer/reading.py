@@ -36,6 +36,11 @@ class Reading:
         """Whether there is such a sample."""
         return (f"jaxinfer_{name}", tuple(sorted(labels.items()))) in self.samples
 
+    def total(self, name: str) -> float | None:
+        """The sum of a sample over all its labels; None where there is none."""
+        found = [value for (sample, _), value in self.samples.items() if sample == f"jaxinfer_{name}"]
+        return sum(found) if found else None
+
     def buckets(self, name: str) -> list[tuple[float, float]]:
         """(bound, values up to it) of a histogram."""
         found = [

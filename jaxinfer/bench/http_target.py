@@ -119,6 +119,10 @@ class HttpTarget:
             "not_understood": self.left_out,
         }
 
+    def stats(self) -> Mapping[str, Any] | None:
+        """What its /metrics says now, by the names of `Engine.stats`; None where it is no jaxinfer server."""
+        return asyncio.run(self._metrics())
+
     def run(self, load: Load, advance: Advance) -> Run:
         return asyncio.run(self._run(load, advance))
 

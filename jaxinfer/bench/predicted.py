@@ -17,10 +17,18 @@ from typing import Any
 from jaxinfer.bench.drive import GREEDY
 from jaxinfer.bench.load import Load
 from jaxinfer.bench.records import RequestRecord, Status
-from jaxinfer.config import StepShape, shape_ladder
-from jaxinfer.core import Limits, Request
+from jaxinfer.config import EngineConfig, StepShape, shape_ladder
+from jaxinfer.core import ConfigError, Limits, Request
 from jaxinfer.llm import LLM
-from jaxinfer.planner import MEASURED, DeviceSheet, ModelCosts, RooflineTime, StepTime, measured_sheet
+from jaxinfer.planner import (
+    MEASURED,
+    DeviceSheet,
+    ModelCosts,
+    RooflineTime,
+    StepTime,
+    measured_sheet,
+    plan_memory,
+)
 from jaxinfer.planner.calibration import CalibratedTime, Calibration
 from jaxinfer.simulator import Ask, Outcome, Served, Simulation, StepTimer
 
@@ -62,6 +70,47 @@ class Predictor:
             asynchronous=llm.engine.asynchronous,
             basis=basis,
         )
+
+    @classmethod
+    def planned(
+        cls,
+        engine: EngineConfig,
+        time: StepTime,
+        sheet: DeviceSheet,
+        basis: str,
+        pool_limit_bytes: int | None = None,
+    ) -> Predictor:
+        """For a model that is not loaded, as an engine of `engine` would run it on the device of `sheet`.
+
+        Raises ConfigError where the weights leave no room for pages.
+        """
+        costs, on = time.costs, engine.on(sheet.platform)
+        config = costs.config
+        assert on.max_num_seqs is not None
+        assert on.max_num_batched_tokens is not None
+        length = on.max_model_len or config.max_position
+        memory = plan_memory(
+            costs, sheet.memory_bytes, max_model_len=length, max_num_seqs=on.max_num_seqs,
+            max_num_batched_tokens=on.max_num_batched_tokens, memory_utilization=on.memory_utilization,
+            pool_limit_bytes=pool_limit_bytes,
+        )  # fmt: skip
+        if memory.num_pages < 2 and on.num_pages is None:
+            raise ConfigError(
+                f"{memory.weight_bytes / 1e9:.1f} GB of weights leave no page on a device of "
+                f"{memory.device_bytes / 1e9:.1f} GB: share the model (--tp), or quantise it (--weight-dtype)"
+            )
+        limits = Limits(
+            num_pages=on.num_pages or memory.num_pages, page_size=on.page_size,
+            max_num_seqs=on.max_num_seqs, max_num_batched_tokens=on.max_num_batched_tokens,
+            max_model_len=length, vocab_size=config.vocab_size, window=config.window, sinks=config.sinks,
+            stateful=bool(config.linear_layers),
+        )  # fmt: skip
+        return cls(
+            limits=limits, time=time,
+            ladder=shape_ladder(limits.max_num_seqs, limits.max_num_batched_tokens, platform=sheet.platform),
+            policy=on.scheduling_policy, prefix_caching=on.enable_prefix_caching,
+            asynchronous=on.async_scheduling, basis=basis, sheet=sheet,
+        )  # fmt: skip
 
     def __call__(self, load: Load) -> list[RequestRecord]:
         """The records of a load, from an idle engine with an empty prefix cache."""

@@ -31,5 +31,7 @@ def stats(text: str) -> dict[str, Any] | None:
     for part in ("engine", "dispatch", "wait"):
         known = read.has("host_seconds_total", part=part)
         values[f"{part}_s"] = read("host_seconds_total", part=part) if known else None
+    pages = read.total("kv_cache_pages")
+    values["pages_total"] = None if pages is None else round(pages)
     values["prefix_cache"] = {name: read(f"prefix_cache_{name}_total") for name in ("queries", "hits")}
     return values

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.bench.load import Load
-from jaxinfer.bench.predicted import Predictor, records_of
-from jaxinfer.bench.records import Objective, Summary
+from jaxinfer.bench.predicted import Predictor
+from jaxinfer.bench.records import Objective, RequestRecord, Summary
 from jaxinfer.bench.report import NAMES, Row, milliseconds, percent, rates, revision, table, verdict, versions
 from jaxinfer.simulator import Outcome
 
@@ -16,13 +16,18 @@ PARTS = ("linear", "decode_attention", "chunk_attention", "exchange")
 
 
 def report(
-    model: str, predictor: Predictor, load: Load, outcome: Outcome, objective: Objective, wall_s: float
+    model: str,
+    predictor: Predictor,
+    load: Load,
+    outcome: Outcome,
+    records: list[RequestRecord],
+    objective: Objective,
+    wall_s: float,
 ) -> dict[str, Any]:
-    """One run as JSON. `wall_s`: seconds that the simulation took; `speed_up` is what was simulated over
-    that. Shares (`mbu`, `mfu`, `padding_waste`, `walls`, `parts`, `held_by`) are of the time in which the
-    device was busy, which is `busy_share` of all."""
+    """One run as JSON. `records`: those of its outcome. `wall_s`: seconds that the simulation took;
+    `speed_up` is what was simulated over that. Shares (`mbu`, `mfu`, `padding_waste`, `walls`, `parts`,
+    `held_by`) are of the time in which the device was busy, which is `busy_share` of all."""
     limits, totals, sheet = predictor.limits, outcome.totals, predictor.sheet
-    records = records_of(load, outcome)
     busy = totals.busy_s or math.inf
     value: dict[str, Any] = {
         "benchmark": "simulate",

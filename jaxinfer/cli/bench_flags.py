@@ -19,6 +19,8 @@ from jaxinfer.core import SamplingParams
 
 if TYPE_CHECKING:
     from jaxinfer.bench import Lengths, Load, Objective, Prompts
+    from jaxinfer.bench.http_target import HttpTarget
+    from jaxinfer.bench.predicted import Predictor
     from jaxinfer.bench.target import Target
     from jaxinfer.bench.workbench import Workbench
     from jaxinfer.llm import LLM
@@ -160,7 +162,8 @@ class ReportFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTargetFlags:
-    """A running server, in place of a model."""
+    """A running server, in place of a model; a MODEL beside it, and flags of its engine, say what runs there,
+    to foretell it."""
 
     url: str | None = None
     """Put the load to a server of OpenAI's shape, such as http://127.0.0.1:8000."""
@@ -170,6 +173,8 @@ class ServerTargetFlags:
     """The model's name there; the first that it lists, if left out."""
     vocab_size: int | None = None
     """Draw prompts from the token ids below this; 10000 if left out. The server must know them all."""
+    device: str = "detect"
+    """What it runs on, to foretell it, as `plan` has it: a device's name, or detect: what is here."""
     timeout_s: float | None = None
     """A request that has not ended by then has failed; 600 if left out."""
 
@@ -192,7 +197,7 @@ class TargetFlags:
         with contextlib.ExitStack() as stack:
             log = None if self.report.log is None else stack.enter_context(Log(self.report.log))
             url = None if server is None else server.url
-            if (model is None) == (url is None):
+            if model is None and url is None:
                 raise UsageError("give a MODEL to be run here, or --url of a server that runs one")
             if url is None:
                 if server is not None:
@@ -201,15 +206,39 @@ class TargetFlags:
                 target, predict, basis = self._in_process(model, stack)
             else:
                 assert server is not None
-                refuse_given(
-                    self.engine, "is of an engine that is started here; the server at --url has its own"
-                )
-                if self.report.calibration is not None:
-                    raise UsageError(
-                        "--calibration is of an engine that runs here, not of the server at --url"
-                    )
-                target, predict, basis = self._at(server), None, None
+                if model is None:
+                    self._refuse_predictions(server)
+                target = self._at(server)
+                predict = None if model is None else self._of_server(model, server, target)
+                basis = None if predict is None else predict.basis
             yield Workbench(target, objective, predict, log, _say, basis)
+
+    def _refuse_predictions(self, server: ServerTargetFlags) -> None:
+        """Flags of what foretells a server whose model is not named."""
+        reason = "is of an engine; of the server's at --url it needs the MODEL that runs there"
+        refuse_given(self.engine, reason)
+        refuse_given(server, reason, ("device",))
+        refuse_given(self.report, reason, ("calibration",))
+
+    def _of_server(self, model: str, server: ServerTargetFlags, target: HttpTarget) -> Predictor | None:
+        """What foretells a server that runs `model` with these engine flags; pages and longest request are
+        what it says itself."""
+        from jaxinfer.cli.planning import DeviceFlags, foretold
+        from jaxinfer.config import EngineConfig
+
+        if not self.report.predict:
+            return None
+        stated, stats = self.engine.checked(), target.stats()
+        if stated["max_model_len"] is None:
+            stated["max_model_len"] = target.most_tokens
+        if stated["num_pages"] is None and stats is not None and stats["pages_total"]:
+            stated["num_pages"] = stats["pages_total"] + 1  # page 0 is nobody's
+        engine = EngineConfig(**stated)
+        on = DeviceFlags(
+            device=server.device, weight_dtype=engine.quantization or engine.dtype,
+            kv_dtype=engine.kv_cache_dtype,
+        )  # fmt: skip
+        return foretold(model, engine, on, self.report.calibration)
 
     def _in_process(self, model: str, stack: contextlib.ExitStack) -> tuple[Target, Any, str | None]:
         from jaxinfer.bench.predicted import Predictor
@@ -239,7 +268,7 @@ class TargetFlags:
         kept = None if costs is None else find_calibration(jax.local_devices()[0].device_kind, costs)
         return kept if kept is not None and kept.model == llm.model_name else None
 
-    def _at(self, server: ServerTargetFlags) -> Target:
+    def _at(self, server: ServerTargetFlags) -> HttpTarget:
         from jaxinfer.bench.http_target import VOCABULARY, HttpTarget
 
         assert server.url is not None

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.core import ConfigError
 from jaxinfer.planner import DEVICES, DeviceSheet, ModelCosts, RooflineTime, StepTime, device_sheet
+
+if TYPE_CHECKING:
+    from jaxinfer.bench.predicted import Predictor
 
 SHEETS = ", ".join(DEVICES)
 DETECT = ("detect", "cpu")
@@ -74,6 +78,21 @@ class Target:
     @property
     def time(self) -> StepTime:
         return self.time_of(self.costs)
+
+
+def foretold(model: str, engine: EngineConfig, on: DeviceFlags, calibration: str | None = None) -> Predictor:
+    """What foretells loads of a model as an engine of `engine` would run it there. `calibration`: a file, in
+    place of what is known of the device. Raises ConfigError, CheckpointError, OSError."""
+    from jaxinfer.bench.predicted import Predictor
+    from jaxinfer.planner.calibration import CalibratedTime, Calibration
+    from jaxinfer.shapes import model_shape
+
+    read = None if calibration is None else Calibration.load(Path(calibration))
+    target = on.resolve(model_shape(model), engine)
+    time, basis = target.time, target.expectation
+    if read is not None:
+        time, basis = CalibratedTime(target.costs, read), f"calibration of {read.device}, {read.date}"
+    return Predictor.planned(engine, time, target.sheet, basis, target.pool_limit_bytes)
 
 
 def positive(name: str, value: int) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from jaxinfer.cli.bench_flags import LoadFlags, given, refuse_given
-from jaxinfer.cli.planning import DeviceFlags
+from jaxinfer.cli.planning import DeviceFlags, foretold
 from jaxinfer.cli.terminal import UsageError
 
 if TYPE_CHECKING:
@@ -51,48 +51,11 @@ class LimitFlags:
     """Plan the next step while the device runs this one."""
 
     def predictor(self, model: str, flags: DeviceFlags, calibration: str | None) -> Predictor:
-        """The engine that would run a model there. Raises ConfigError, CheckpointError, UsageError."""
-        from jaxinfer.bench.predicted import Predictor
-        from jaxinfer.config import EngineConfig, shape_ladder
-        from jaxinfer.core import Limits
-        from jaxinfer.planner import plan_memory
-        from jaxinfer.planner.calibration import CalibratedTime, Calibration
-        from jaxinfer.shapes import model_shape
+        """The engine that would run a model there. Raises ConfigError, CheckpointError."""
+        from jaxinfer.config import EngineConfig
 
         stated = EngineConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
-        read = None if calibration is None else Calibration.load(Path(calibration))
-        config = model_shape(model)
-        target = flags.resolve(config, stated)
-        sheet, costs, config = target.sheet, target.costs, target.costs.config
-        engine = stated.on(sheet.platform)
-        assert engine.max_num_seqs is not None
-        assert engine.max_num_batched_tokens is not None
-        length = engine.max_model_len or config.max_position
-        step_time, basis = target.time, target.expectation
-        if read is not None:
-            step_time, basis = CalibratedTime(costs, read), f"calibration of {read.device}, {read.date}"
-        memory = plan_memory(
-            costs, sheet.memory_bytes, max_model_len=length, max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            memory_utilization=engine.memory_utilization,
-            pool_limit_bytes=target.pool_limit_bytes,
-        )  # fmt: skip
-        if memory.num_pages < 2 and engine.num_pages is None:
-            raise UsageError(
-                f"{memory.weight_bytes / 1e9:.1f} GB of weights leave no page on a device of "
-                f"{memory.device_bytes / 1e9:.1f} GB: share the model (--tp), or quantise it (--weight-dtype)"
-            )
-        limits = Limits(
-            num_pages=engine.num_pages or memory.num_pages, page_size=engine.page_size,
-            max_num_seqs=engine.max_num_seqs, max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_model_len=length, vocab_size=config.vocab_size, window=config.window, sinks=config.sinks,
-            stateful=bool(config.linear_layers),
-        )  # fmt: skip
-        ladder = shape_ladder(engine.max_num_seqs, engine.max_num_batched_tokens, platform=sheet.platform)
-        return Predictor(
-            limits=limits, time=step_time, ladder=ladder, prefix_caching=engine.enable_prefix_caching,
-            asynchronous=engine.async_scheduling, basis=basis, sheet=sheet,
-        )  # fmt: skip
+        return foretold(model, stated, flags, calibration)
 
 
 @dataclass(frozen=True)
@@ -139,7 +102,7 @@ class Simulate:
         if log is not None:
             with log:
                 log.add(records)
-        report = simulated.report(self.model, predictor, load, outcome, objective, wall_s)
+        report = simulated.report(self.model, predictor, load, outcome, records, objective, wall_s)
         report["tensor_parallel"] = self.device.tp
         if measured is not None:
             report["against"] = {"log": Path(self.against or "").name, **errors(measured, records)}

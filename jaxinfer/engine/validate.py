@@ -60,7 +60,7 @@ def _check_prompt(ids: tuple[int, ...], limits: Limits) -> None:
     if not ids:
         raise RequestError("the decoder prompt cannot be empty; at least one token is needed", "prompt")
     # type() and not isinstance: True is an int, and would run as token 1.
-    if any(type(i) is not int for i in ids) or min(ids) < 0 or max(ids) >= limits.vocab_size:
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(i for i in ids if type(i) is not int or not 0 <= i < limits.vocab_size)
         raise RequestError(
             f"prompt token id {wrong!r} is out of vocabulary: not an integer from 0 to "

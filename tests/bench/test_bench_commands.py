@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 from fake_runner import FakeRunner
 from served_answers import LIMITS
+from serving import serving
 
 from jaxinfer import cli
 from jaxinfer.bench import read_log
 from jaxinfer.cli.flags import EngineFlags
 from jaxinfer.llm import LLM
+from jaxinfer.server.app import create_app
+from jaxinfer.text.tokenizer import ByteTokenizer
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -164,7 +167,9 @@ def test_context(run, tmp_path: Path) -> None:
     ("arguments", "status", "told"),
     [
         (("serve", "--rate", "1"), 2, "give a MODEL to be run here, or --url"),
-        (("serve", "m", "--rate", "1", "--url", "http://x"), 2, "give a MODEL"),
+        (("serve", "m", "--rate", "1", "--url", "http://127.0.0.1:9"), 1, "no server answers"),
+        (("serve", "--url", "http://x", "--rate", "1", "--device", "h200"), 2, "--device is of an engine"),
+        (("serve", "m", "--rate", "1", "--device", "h200"), 2, "--device is of a server"),
         (("serve", "m"), 2, "--rate, --concurrency and --trace"),
         (("serve", "m", "--rate", "1", "--concurrency", "2"), 2, "--rate, --concurrency and --trace"),
         (("serve", "m", "--rate", "1", "--requests", "2", "--duration", "3"), 2, "not both"),
@@ -273,6 +278,27 @@ def test_compiles_amid_a_run_are_told(run, tiny: str) -> None:
     assert any("PROGRAMS AMID THE RUNS" in line for line in lines)
 
 
+def test_a_server_is_foretold_as_the_model_that_is_named(run) -> None:
+    """Its pages and its longest request are what it says itself."""
+    llm = LLM.from_parts(FakeRunner(LIMITS), LIMITS, tokenizer=ByteTokenizer(), model_name="fake")
+    load = ("--rate", "100", "--requests", "8", "--prompt", "20", "--output", "9", "--vocab-size", "200")
+    with serving(create_app(llm)) as url:
+        status, lines, _ = run("serve", "llama3-8b", "--url", url, *load, "--device", "h200")
+        assert status == 0
+        report = checked(lines)
+        assert report["measured"]["ok"] == report["predicted"]["ok"] == 8
+        assert report["predicted"]["tpot_s"]["p50"] > 0.004  # 16 GB of weights at 4.8 TB/s
+        assert "sheet" in report["predicted_by"]
+        # An engine of that model would take longer requests; this server takes 128 tokens.
+        status, lines, _ = run(
+            "serve", "llama3-8b", "--url", url, "--rate", "1", "--requests", "1", "--prompt", "500",
+            "--warmup-requests", "0", "--device", "h200",
+        )  # fmt: skip
+        assert checked(lines)["predicted"]["refused"] == 1
+        status, lines, _ = run("serve", "llama3-8b", "--url", url, *load, "--no-predict")
+        assert checked(lines)["predicted"] is None
+
+
 @pytest.mark.slow
 def test_a_server_process_is_measured(run, tiny: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
@@ -281,12 +307,12 @@ def test_a_server_process_is_measured(run, tiny: str) -> None:
     command = ["serve.py", tiny, "--port", "0", "--warmup", "full", *SMALL]
     with served(command, ready_s=300) as server:
         status, lines, _ = run(
-            "serve", "--url", server.url, "--vocab-size", "512", "--rate", "10", "--duration", "11",
-            "--prompt", "uniform:5-20", "--output", "6", "--slo", "e2e_p99=60s",
+            "serve", tiny.removeprefix("random:"), "--url", server.url, "--vocab-size", "512", "--rate", "10",
+            "--duration", "11", "--prompt", "uniform:5-20", "--output", "6", "--slo", "e2e_p99=60s", *SMALL,
         )  # fmt: skip
         assert status == 0
         report = checked(lines)
-        assert report["measured"]["ok"] == 110
+        assert report["measured"]["ok"] == report["predicted"]["ok"] == 110
         assert report["measured"]["compiles_after_warmup"] == 0
         assert 0 < report["measured"]["mbu"] < 1  # the run was longer than the server's window
         assert report["measured"]["output_tokens"] == 660

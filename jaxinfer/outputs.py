@@ -113,12 +113,25 @@ def request_output(request: Request, answers: list[Continuation]) -> RequestOutp
 def _joined(metrics: list[RequestMetrics]) -> RequestMetrics:
     """Of n continuations: the first token of any, the end of the last, the mean time per token. The prompt is
     computed once, for the first one, so what that found in the prefix cache is what the request found."""
-    tpot = [m.tpot_s for m in metrics if m.tpot_s is not None]
+
+    def known(name: str) -> list[float]:
+        return [value for m in metrics if (value := getattr(m, name)) is not None]
+
+    def least(name: str) -> float | None:
+        return min(known(name), default=None)
+
+    tpot = known("tpot_s")
     return RequestMetrics(
-        queue_s=min((m.queue_s for m in metrics if m.queue_s is not None), default=None),
-        ttft_s=min((m.ttft_s for m in metrics if m.ttft_s is not None), default=None),
+        queue_s=least("queue_s"),
+        ttft_s=least("ttft_s"),
         tpot_s=sum(tpot) / len(tpot) if tpot else None,
-        total_s=max((m.total_s for m in metrics if m.total_s is not None), default=None),
+        total_s=max(known("total_s"), default=None),
         cached_tokens=metrics[0].cached_tokens if metrics else 0,
         preemptions=sum(m.preemptions for m in metrics),
+        num_generation_tokens=sum(m.num_generation_tokens for m in metrics),
+        arrival_time=least("arrival_time"),
+        queued_ts=least("queued_ts"),
+        scheduled_ts=least("scheduled_ts"),
+        first_token_ts=least("first_token_ts"),
+        last_token_ts=max(known("last_token_ts"), default=None),
     )

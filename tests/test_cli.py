@@ -246,6 +246,7 @@ def test_sampling_flags_are_the_sampling_params():
         "allowed_token_ids": (5, 6),
     }  # fmt: skip
     assert SamplingFlags(**given).given() == given
+    assert SamplingFlags(logprob_token_ids=(5, 6)).given() == {"logprob_token_ids": (5, 6)}
     assert SamplingFlags(logit_bias=("5:-100", "6:2.5")).given() == {"logit_bias": {5: -100.0, 6: 2.5}}
     structures = {
         "json_schema": '{"type": "object"}',
@@ -255,7 +256,11 @@ def test_sampling_flags_are_the_sampling_params():
     }
     for name, value in structures.items():
         assert SamplingFlags(**{name: value}).given() == {name: value}
-    assert set(given) | {"logit_bias"} | set(structures) == set(flags)
+    tags = {"structured_outputs": '{"json": {"type": "object"}}'}
+    assert SamplingFlags(**tags).given() == {"structured_outputs": {"json": {"type": "object"}}}
+    with pytest.raises(RequestError, match="not JSON"):
+        SamplingFlags(structured_outputs="{").given()
+    assert set(given) | {"logit_bias", "logprob_token_ids"} | set(structures) | set(tags) == set(flags)
 
 
 def test_schemas_and_grammars_may_be_files(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jaxinfer.cli import debug
 from jaxinfer.cli.terminal import bias_argument, file_argument, text_argument
 from jaxinfer.config import EngineConfig
-from jaxinfer.core import SamplingParams
+from jaxinfer.core import RequestError, SamplingParams
 from jaxinfer.server.launch import ServerConfig
 
 if TYPE_CHECKING:
@@ -130,6 +131,10 @@ class SamplingFlags:
     """The answer is this text, or that of another --choice."""
     grammar: Annotated[str | None, arg(metavar="LARK|@FILE")] = None
     """The answer follows this grammar, in Lark's notation."""
+    structured_outputs: Annotated[str | None, arg(metavar="JSON|@FILE")] = None
+    """What the answer follows, as vLLM writes it: {"json": ...}, {"structural_tag": ...} and so on."""
+    logprob_token_ids: UseAppendAction[tuple[int, ...]] = ()
+    """Report the log-probability of this token in each place; may be given several times. Needs --json."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
@@ -145,6 +150,14 @@ class SamplingFlags:
             given["logit_bias"] = bias_argument(given["logit_bias"])
         for name in {"json_schema", "grammar"} & given.keys():
             given[name] = file_argument(given[name], name)
+        if "structured_outputs" in given:
+            text = file_argument(given["structured_outputs"], "structured_outputs")
+            try:
+                given["structured_outputs"] = json.loads(text)
+            except ValueError as error:
+                raise RequestError(
+                    f"--structured-outputs is not JSON: {error}", "structured_outputs"
+                ) from None
         for name in {"regex", "choice", "bad_words"} & given.keys():
             for text in [given[name]] if name == "regex" else given[name]:
                 text_argument(text)

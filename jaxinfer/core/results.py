@@ -24,7 +24,12 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Seconds are wall clock from the request's arrival. `tpot_s` is None below two output tokens."""
+    """Seconds are wall clock from the request's arrival. `tpot_s` is None below two output tokens.
+
+    The rest has the names of vLLM's RequestStateStats: `arrival_time` is in seconds since 1970, what ends in
+    `_ts` on the engine's own clock, which never goes back: when it was queued, first scheduled, and had its
+    first and last token; None for what never happened.
+    """
 
     queue_s: float | None = None
     ttft_s: float | None = None
@@ -32,6 +37,22 @@ class RequestMetrics:
     total_s: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    num_generation_tokens: int = 0
+    arrival_time: float | None = None
+    queued_ts: float | None = None
+    scheduled_ts: float | None = None
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """vLLM's name for `ttft_s`."""
+        return self.ttft_s
+
+    @property
+    def num_preemptions(self) -> int:
+        """vLLM's name for `preemptions`."""
+        return self.preemptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,8 @@ class SamplingParams:
     `prompt_logprobs` k reports on every prompt token but the first as `logprobs` does on the output.
     `temperature` 0 (or too small to divide by), `top_k` 1 and `top_p` 0 are greedy; `top_k` 0 or -1 is off.
     `max_tokens` None runs to the model's limit. `logprobs` k reports the k most likely tokens of each step
-    besides the chosen one, of the raw float32 model distribution. A `seed` fixes the samples whatever else
+    besides the chosen one, of the raw float32 model distribution; `logprob_token_ids` in its place reports
+    these ids, at most MAX_LOGPROBS. A `seed` fixes the samples whatever else
     runs beside the request; without one, each request draws its own.
 
     Raises RequestError (a ValueError) naming the field for a value out of range.
@@ -81,6 +82,7 @@ class SamplingParams:
     choice: Seq[str] | None = None
     grammar: str | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    logprob_token_ids: Seq[int] | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -128,6 +130,7 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens"
             )
         self._check_words()
+        self._check_told()
         self._check_structure()
 
     def _check_words(self) -> None:
@@ -150,6 +153,29 @@ class SamplingParams:
                 "allowed_token_ids",
             )
         object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(ids)))
+
+    def _check_told(self) -> None:
+        """Which ids the logprobs tell of."""
+        ids = self.logprob_token_ids
+        if ids is None:
+            return
+        if not isinstance(ids, (list, tuple)) or not all(_is_int(i) for i in ids) or not ids:
+            raise RequestError(
+                f"logprob_token_ids must be a list of token ids, and not empty, got {_shown(ids)}",
+                "logprob_token_ids",
+            )
+        ids = tuple(dict.fromkeys(ids))
+        if len(ids) > MAX_LOGPROBS:
+            raise RequestError(
+                f"logprob_token_ids has {len(ids)} ids; at most {MAX_LOGPROBS} are served",
+                "logprob_token_ids",
+            )
+        if self.logprobs is not None:
+            raise RequestError(
+                "logprob_token_ids stand in the place of the most likely tokens; leave out logprobs",
+                "logprob_token_ids",
+            )
+        object.__setattr__(self, "logprob_token_ids", ids)
 
     def _check_structure(self) -> None:
         """One kind of structure at most, each of its own type; whether it compiles the tokenizer says."""

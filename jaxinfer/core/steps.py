@@ -112,12 +112,14 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step chose for one emitting slice. `top` holds (id, logprob) of the most likely tokens."""
+    """What a step chose for one emitting slice. `top` holds (id, logprob) of the most likely tokens, `told`
+    (id, logprob, rank) of those that the request names (`SamplingParams.logprob_token_ids`)."""
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+    told: tuple[tuple[int, float, int], ...] = ()
 
     @property
     def finite(self) -> bool:

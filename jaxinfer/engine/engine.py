@@ -163,6 +163,10 @@ class Engine:
         """True while `step` has something to run or to tell."""
         return bool(self._unsaid) or self.scheduler.has_unfinished
 
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests run or wait (vLLM's name)."""
+        return len(self._uids_of)
+
     # --------------------------------------------------------------------------------------- step
 
     def step(self) -> list[TokenEvent]:

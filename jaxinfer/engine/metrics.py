@@ -6,6 +6,7 @@ is read together may then be of two moments a few microseconds apart; no single 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -151,6 +152,12 @@ def sequence_metrics(sequence: Sequence, now: float) -> RequestMetrics:
         total_s=now - arrived,
         cached_tokens=sequence.cached_tokens,
         preemptions=sequence.preemptions,
+        num_generation_tokens=sequence.num_output,
+        arrival_time=time.time() - (now - arrived),
+        queued_ts=arrived,
+        scheduled_ts=started,
+        first_token_ts=first,
+        last_token_ts=last,
     )
 
 

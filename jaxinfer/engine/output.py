@@ -130,13 +130,19 @@ class SequenceOutput:
                 self._scores[position] = self._entries(scored, count)
 
     def logprobs(self, sampled: Sampled) -> tuple[dict[int, Logprob], ...] | None:
-        """The chosen token first, then the k most likely ones asked for; None when not asked for."""
-        count = self.sequence.request.sampling.logprobs
-        return None if count is None else (self._entries(sampled, count),)
+        """The chosen token first, then the k most likely ones, or those of the ids asked for; None when
+        nothing is."""
+        sampling = self.sequence.request.sampling
+        if sampling.logprob_token_ids is not None:
+            return (self._entries(sampled, 0),)
+        return None if sampling.logprobs is None else (self._entries(sampled, sampling.logprobs),)
 
     def _entries(self, sampled: Sampled, count: int) -> dict[int, Logprob]:
         entries = {sampled.token_id: self._logprob(sampled.token_id, sampled.logprob, sampled.rank)}
         for rank, (token, logprob) in enumerate(sampled.top[:count], 1):
+            if token not in entries:
+                entries[token] = self._logprob(token, logprob, rank)
+        for token, logprob, rank in sampled.told:
             if token not in entries:
                 entries[token] = self._logprob(token, logprob, rank)
         return entries

@@ -110,6 +110,11 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
                 f"logit_bias: {token} is not an id from 0 to {vocab - 1} (there are {vocab} tokens)",
                 "logit_bias",
             )
+    for token in sampling.logprob_token_ids or ():
+        if not 0 <= token < vocab:
+            raise RequestError(
+                f"logprob_token_ids: {token} is not an id from 0 to {vocab - 1}", "logprob_token_ids"
+            )
     structure = sampling.structure
     if structure is not None and sampling.min_tokens:
         # A structure that is complete allows an end and nothing else, and min_tokens holds ends back.

@@ -61,12 +61,14 @@ class LLM:
     `default_sampling` is what a request without SamplingParams gets: the model's own values, from its
     generation_config.json, and SamplingParams' defaults elsewhere.
 
-    Every request may have a `priority` (lower is served first; needs scheduling_policy "priority"), a
+    Every request may have a `priority` (lower is served first; scheduling_policy "priority" is the default
+    here, where whoever calls owns the model, and "fcfs" that of a server and of EngineConfig), a
     `cache_salt` (it shares the prefix cache only with those of the same salt) and a `timeout_s` (it ends with
     "abort" that long after its arrival). For a batch each is one value for all, or a list of one per prompt.
     """
 
     def __init__(self, model: str, *, progress: bool | None = None, **engine_options: Any):
+        engine_options.setdefault("scheduling_policy", "priority")  # in order of arrival where all are equal
         config = EngineConfig.from_kwargs(**engine_options)
         trace = _open_trace(config)  # a path that cannot be written is told before minutes of loading
         try:
@@ -306,6 +308,11 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The model's `jaxinfer.text.Tokenizer`; None for a folder without one."""
         return self.tokenizer
+
+    @property
+    def llm_engine(self) -> Engine:
+        """vLLM's name for `engine`."""
+        return self.engine
 
     def stats(self) -> dict[str, Any]:
         """What the engine counts: pages, sequences, steps, times (`Engine.stats`)."""

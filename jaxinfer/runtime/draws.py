@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxinfer.config import SampleShape
-from jaxinfer.core import Draw
+from jaxinfer.core import MAX_LOGPROBS, Draw
 from jaxinfer.runtime.inputs import Layout
 from jaxinfer.runtime.sample import Changes, SamplingInputs
 
@@ -21,7 +21,7 @@ def layout(shape: SampleShape) -> Layout:
     b, n = shape.rows, shape.changes
     return Layout.of({
         "temperature": (b,), "top_k": (b,), "top_p": (b,), "min_p": (b,), "top_logprobs": (b,),
-        "seed": (b, 2), "position": (b,), "masked": (1,),
+        "seed": (b, 2), "position": (b,), "told": (b, MAX_LOGPROBS), "masked": (1,),
         "row": (n,), "id": (n,), "factor": (n,), "addend": (n,),
     })  # fmt: skip
 
@@ -32,6 +32,7 @@ def _neutral(shape: SampleShape) -> np.ndarray:
     buffer = np.zeros(layout(shape).size, np.int32)
     view = layout(shape).views(buffer)
     view["top_p"][:] = 1.0
+    view["told"][:] = -1
     view["row"][:] = shape.rows
     view["factor"][:] = 1.0
     return buffer
@@ -71,6 +72,9 @@ def pack(
     seeds = [word for _, draw in live for word in (draw.seed >> 32, draw.seed & 0xFFFFFFFF)]
     view["seed"][rows] = np.asarray(seeds, np.uint32).view(np.int32).reshape(-1, 2)
     view["position"][rows] = [draw.position for _, draw in live]
+    for row, draw in live:
+        if draw.sampling.logprob_token_ids is not None:
+            view["told"][row, : len(draw.sampling.logprob_token_ids)] = draw.sampling.logprob_token_ids
     mask: np.ndarray | None = None
     place = 0
     for row, draw in live:
@@ -102,7 +106,7 @@ def unpack(named: dict[str, Any]) -> tuple[SamplingInputs, Changes | None, jax.A
     """What `Layout.split` gives as the sampler takes it: (parameters, changes, whether a mask is in use)."""
     inputs = SamplingInputs(
         named["temperature"], named["top_k"], named["top_p"], named["min_p"], named["top_logprobs"],
-        named["seed"], named["position"],
+        named["seed"], named["position"], named["told"],
     )  # fmt: skip
     changes = Changes(named["row"], named["id"], named["factor"], named["addend"])
     return inputs, changes if changes.row.shape[0] else None, named["masked"][0]

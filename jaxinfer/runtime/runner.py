@@ -49,7 +49,7 @@ class Pending:
         self.emitted, self.scores = emitted, scores
         self.output: jax.Array | None = None
         self.rows: list[int] = []
-        self.wanted: list[int] = []
+        self.wanted: list[steps.Wanted] = []
 
 
 class JaxRunner:
@@ -228,7 +228,8 @@ class JaxRunner:
             self._last_rows = {pending.plan.slices[emitting[row]].uid: row for row in rows}
             self._last_tokens = tokens
         pending.output, pending.rows = output, rows
-        pending.wanted = [draw.sampling.logprobs or 0 for draw in draws if draw is not None]
+        asked = [draw.sampling for draw in draws if draw is not None]
+        pending.wanted = [tuple(s.logprob_token_ids or ()) or s.logprobs or 0 for s in asked]
 
     def fetch(self, pending: Pending) -> StepResult:
         """Wait for a step and bring back what it sampled and scored."""

@@ -19,7 +19,9 @@ class SamplingInputs(NamedTuple):
     """Per row (B): temperature, top_p, min_p float32 [B]; top_k, top_logprobs, sample_position int32 [B];
     seed int32 [B, 2] (high and low word).
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. Padding rows are greedy.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. Padding rows are greedy. `told` int32
+    [B, MAX_LOGPROBS] are ids to report on, -1 where there are none, and none of a row whose first is -1;
+    None for no row's.
     """
 
     temperature: jax.Array
@@ -29,6 +31,7 @@ class SamplingInputs(NamedTuple):
     top_logprobs: jax.Array
     seed: jax.Array
     sample_position: jax.Array
+    told: jax.Array | None = None
 
 
 class Changes(NamedTuple):
@@ -53,7 +56,11 @@ class Mask(NamedTuple):
 
 
 class SamplingOutputs(NamedTuple):
-    """token, rank int32 [B]; logprob float32 [B]; top_ids int32, top_logprobs float32 [B, MAX_LOGPROBS]."""
+    """token, rank int32 [B]; logprob float32 [B]; top_ids int32, top_logprobs float32 [B, MAX_LOGPROBS].
+
+    Of a row with ids of its own to report on (`SamplingInputs.told`), top_logprobs are those of them, in
+    their order, and top_ids their ranks: whoever asks knows the ids.
+    """
 
     token: jax.Array
     logprob: jax.Array
@@ -91,6 +98,8 @@ def sample(
     )
     token = jnp.where(none_left, 0, token)
     out = report(logits, token, jnp.any(inputs.top_logprobs > 0))
+    if inputs.told is not None:
+        out = _told(logits, inputs.told, out)
     return out._replace(
         logprob=jnp.where(none_left, -jnp.inf, out.logprob), rank=jnp.where(none_left, 0, out.rank)
     )
@@ -111,6 +120,20 @@ def report(logits: jax.Array, token: jax.Array, with_top: jax.Array) -> Sampling
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
+
+
+def _told(logits: jax.Array, ids: jax.Array, out: SamplingOutputs) -> SamplingOutputs:
+    """The outputs, with the ranks and logprobs of `ids` int32 [B, K] in the rows that have some."""
+    asked = ids[:, :1] >= 0
+
+    def tell() -> tuple[jax.Array, jax.Array]:
+        values = jnp.take_along_axis(logits, ids, axis=1, mode="clip")  # [B, K]
+        ranks = 1 + jnp.sum(logits[:, None, :] > values[:, :, None], axis=-1, dtype=jnp.int32)
+        logprobs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return jnp.where(asked, ranks, out.top_ids), jnp.where(asked, logprobs, out.top_logprobs)
+
+    top_ids, top_logprobs = lax.cond(jnp.any(asked), tell, lambda: (out.top_ids, out.top_logprobs))
+    return out._replace(top_ids=top_ids, top_logprobs=top_logprobs)
 
 
 def _changed(logits: jax.Array, changes: Changes) -> jax.Array:

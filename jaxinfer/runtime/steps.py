@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
@@ -142,20 +143,28 @@ def pack_outputs(sampled: SamplingOutputs) -> jax.Array:
     return jnp.concatenate([bits(c).reshape(c.shape[0], -1) for c in columns], axis=1)
 
 
-def read_outputs(packed: np.ndarray, rows: list[int], wanted: list[int]) -> list[Sampled]:
-    """Take the host copy of a packed output apart: row rows[i] with its wanted[i] best alternatives."""
+Wanted = int | tuple[int, ...]
+"""How many of the likeliest alternatives a row wants, or which ids."""
+
+
+def read_outputs(packed: np.ndarray, rows: list[int], wanted: Seq[Wanted]) -> list[Sampled]:
+    """Take the host copy of a packed output apart: row rows[i] with the alternatives wanted[i]."""
     tokens, ranks = packed[:, 0].tolist(), packed[:, 1].tolist()
     floats = packed.view(np.float32)
     logprobs = floats[:, 2].tolist()
     sampled = []
-    for row, count in zip(rows, wanted, strict=True):
+    for row, asked in zip(rows, wanted, strict=True):
         top: tuple[tuple[int, float], ...] = ()
-        if count:
+        told: tuple[tuple[int, float, int], ...] = ()
+        if asked:
+            count = asked if isinstance(asked, int) else len(asked)
             ids = packed[row, 3 : 3 + count].tolist()
-            top = tuple(
-                zip(ids, floats[row, 3 + MAX_LOGPROBS : 3 + MAX_LOGPROBS + count].tolist(), strict=True)
-            )
-        sampled.append(Sampled(tokens[row], logprobs[row], ranks[row], top))
+            values = floats[row, 3 + MAX_LOGPROBS : 3 + MAX_LOGPROBS + count].tolist()
+            if isinstance(asked, int):
+                top = tuple(zip(ids, values, strict=True))
+            else:  # the ids' place holds their ranks (`SamplingOutputs`)
+                told = tuple(zip(asked, values, ids, strict=True))
+        sampled.append(Sampled(tokens[row], logprobs[row], ranks[row], top, told))
     return sampled
 
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxinfer.core import Logprob, Request, TokenEvent
+from jaxinfer.llm.beams import BeamSearchParams
 from jaxinfer.server.calls import Call, CallParser
+from jaxinfer.server.timings import timings
 from jaxinfer.server.tools import ToolUse
 from jaxinfer.server.wire import ApiError, Parts, joined
 
@@ -42,8 +44,11 @@ class Wanted:
     prompt_only: bool = False
     """With echo: max_tokens was 0. The engine makes one token, which is not told."""
     logprobs: int | None = None
+    told_ids: bool = False
+    """logprobs tell of ids that the request names, not of the likeliest."""
     prompt_logprobs: int | None = None
     tools: ToolUse | None = None
+    beams: BeamSearchParams | None = None
 
 
 @dataclass(slots=True)
@@ -103,6 +108,7 @@ class Answer(ABC):
         self._first = {request.request_id: p * self.n for p, request in enumerate(requests)}
         self._cached = dict.fromkeys(self._first, 0)
         self._prompt_logprobs: dict[int, Sequence[dict[int, Logprob] | None]] = {}  # by first choice
+        self._timings: dict[str, float] | None = None  # of the only choice: n of them have no one time
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def take(self, event: TokenEvent) -> None:
@@ -120,6 +126,7 @@ class Answer(ABC):
             )
         if event.metrics is not None and event.index == 0:
             self._cached[event.request_id] = event.metrics.cached_tokens
+            self._timings = timings(event.metrics) if len(self.choices) == 1 else None
         first = self._first[event.request_id]
         if event.prompt_logprobs is not None:
             self._prompt_logprobs[first] = event.prompt_logprobs
@@ -140,6 +147,7 @@ class Answer(ABC):
             "object": self.whole_object,
             "choices": [self._whole_choice(choice) for choice in self.choices],
             "usage": self.usage(),
+            "metrics": self._timings,
         }
 
     def chunks(self, event: TokenEvent) -> Iterator[dict[str, Any]]:
@@ -164,7 +172,7 @@ class Answer(ABC):
 
     def last_chunk(self) -> dict[str, Any]:
         """The chunk that ends a stream with `include_usage`: no choices, the usage of all of them."""
-        return {**self._chunk([]), "usage": self.usage()}
+        return {**self._chunk([]), "usage": self.usage(), "metrics": self._timings}
 
     def usage(self, untold: int = 0) -> dict[str, Any]:
         """Tokens of all prompts, each counted once, and of all choices but `untold` ones."""
@@ -333,14 +341,14 @@ class ChatAnswer(Answer):
             opens = False
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        said = self._echo() + "".join(choice.text)
+        said = self._echo(choice) + "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         reason = choice.finish_reason
         if self.wanted.tools is not None:
             parser = CallParser(self.wanted.tools)
             said = [*parser.push("".join(choice.text)), *parser.finish()]
             calls = [item.as_openai() for item in said if isinstance(item, Call)]
-            message["content"] = self._echo() + "".join(item for item in said if isinstance(item, str))
+            message["content"] = self._echo(choice) + "".join(item for item in said if isinstance(item, str))
             if calls:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = calls
@@ -358,7 +366,7 @@ class ChatAnswer(Answer):
     def _pieces(self, choice: Choice, event: TokenEvent) -> Iterator[dict[str, Any]]:
         if not choice.announced:
             choice.announced = True
-            delta = {"role": "assistant", "content": self._echo()}
+            delta = {"role": "assistant", "content": self._echo(choice)}
             yield {"delta": delta, "logprobs": None, "finish_reason": None}
         text, calls = self._split(choice, event)
         logprobs = self._logprobs(event.token_ids, event.logprobs or ())
@@ -381,8 +389,8 @@ class ChatAnswer(Answer):
     def _opens(self, piece: dict[str, Any]) -> bool:
         return "role" in piece["delta"]
 
-    def _echo(self) -> str:
-        return self.prompt_texts[0] if self.wanted.echo else ""
+    def _echo(self, choice: Choice) -> str:
+        return self.prompt_texts[choice.index // self.n] if self.wanted.echo else ""
 
     def _split(self, choice: Choice, event: TokenEvent) -> tuple[str, list[Call]]:
         """What an event adds to the content, and the calls that it completes."""
@@ -408,8 +416,9 @@ class ChatAnswer(Answer):
         return {"content": _listed(told, token_ids, logprobs), "refusal": None}
 
     def _top(self, chosen: int, known: dict[int, Logprob]) -> list[dict[str, Any]]:
-        """The k likeliest. `known` is those, and the chosen token once more when it is not one of them."""
-        asked = self.wanted.logprobs or 0
+        """The k likeliest. `known` is those, and the chosen token once more when it is not one of them. Where
+        the request names ids, all of them and the chosen one (vLLM's rule)."""
+        asked = len(known) if self.wanted.told_ids else self.wanted.logprobs or 0
         likeliest = [item for item in known.items() if len(known) <= asked or item[0] != chosen]
         return [self._entry(i, entry) for i, entry in sorted(likeliest, key=lambda item: item[1].rank)]
 

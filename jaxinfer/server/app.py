@@ -14,7 +14,8 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -31,12 +32,15 @@ from starlette.responses import Response
 from jaxinfer.core import JaxInferError, Request, RequestError, TokenEvent
 from jaxinfer.server import wire
 from jaxinfer.server.answers import Answer, ChatAnswer, CompletionAnswer, Wanted, news_size
+from jaxinfer.server.batch import BatchChatAnswer
+from jaxinfer.server.beams import beam_events
 from jaxinfer.server.bounds import LogprobRoom, check_texts, logprob_entries, texts_of
 from jaxinfer.server.guards import HostCheck, key_check, origin_check
 from jaxinfer.server.live import LiveFeed, page_routes
 from jaxinfer.server.metrics import Metrics, RequestCounts
 from jaxinfer.server.openapi import openapi
 from jaxinfer.server.schema import (
+    BatchChatBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -71,23 +75,32 @@ def create_app(
     llm: LLM,
     *,
     api_key: str | None = None,
-    served_model_name: str | None = None,
+    served_model_name: str | Sequence[str] | None = None,
     max_queue: int = 256,
     max_body_bytes: int = MAX_BODY_BYTES,
     receive_seconds: float | None = None,
     cors_origins: Sequence[str] = (),
     allowed_hosts: Sequence[str] | None = None,
     step_timeout: float | None = None,
+    root_path: str = "",
+    names_as_ids: bool = False,
+    force_usage: bool = False,
 ) -> FastAPI:
     """The application. Its engine thread starts and stops with the application's lifespan.
 
+    Bodies ask for the model by any of the names `served_model_name` (None or none: `llm.model_name`), and
+    answers carry the first.
     `max_queue` sequences may wait besides the `max_num_seqs` that run; more are refused with 429.
     With an `api_key`, every route but /health and the page wants `Authorization: Bearer <api_key>`.
     A body must be there `receive_seconds` after its head (None: for ever). Pages of `cors_origins` ("*": all)
     may use the API from a browser. With `allowed_hosts`, requests must call the server by one of these names
     or one of the loopback interface's (None: by any): a server that listens there alone needs it.
     /health says 503 while a step has taken longer than `step_timeout` seconds (None: whatever it takes).
+    Paths may begin with `root_path`, which a proxy then need not take away. `names_as_ids` is what bodies
+    that leave out `return_tokens_as_token_ids` mean; `force_usage` tells every stream's usage in each chunk.
     """
+    names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
+    names = names or (llm.model_name,)
     worker = EngineWorker(llm.engine, llm.limits, max_queue=max_queue, step_timeout_s=step_timeout)
 
     @asynccontextmanager
@@ -101,21 +114,25 @@ def create_app(
         handlers.writer.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="jaxinfer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.root_path = root_path
     app.state.worker = worker
-    app.state.live = live = LiveFeed(llm, worker, served_model_name or llm.model_name)
-    handlers = _Handlers(llm, worker, served_model_name or llm.model_name, max_body_bytes, receive_seconds)
+    app.state.live = live = LiveFeed(llm, worker, names[0])
+    handlers = _Handlers(llm, worker, names, max_body_bytes, receive_seconds)
+    handlers.names_as_ids, handlers.force_usage = names_as_ids, force_usage
     checks = [origin_check(cors_origins), *([key_check(api_key)] if api_key else [])]
     keyed = APIRouter(dependencies=[Depends(check) for check in checks])
     keyed.add_api_route("/v1/completions", handlers.completions, methods=["POST"])
     keyed.add_api_route("/v1/chat/completions", handlers.chat_completions, methods=["POST"])
+    keyed.add_api_route("/v1/chat/completions/batch", handlers.chat_batch, methods=["POST"])
     keyed.add_api_route("/v1/models", handlers.models, methods=["GET"])
     keyed.add_api_route("/v1/models/{name:path}", handlers.model, methods=["GET"])
     keyed.add_api_route("/tokenize", handlers.tokenize, methods=["POST"])
     keyed.add_api_route("/tokenizer_info", handlers.tokenizer_info, methods=["GET"])
+    keyed.add_api_route("/load", handlers.load, methods=["GET"])
     keyed.add_api_route("/version", handlers.version, methods=["GET"])
     keyed.add_api_route("/invocations", handlers.invocations, methods=["POST"])
     keyed.add_api_route("/detokenize", handlers.detokenize, methods=["POST"])
-    metrics = Metrics(llm.engine, worker, served_model_name or llm.model_name)
+    metrics = Metrics(llm.engine, worker, names[0])
     keyed.add_api_route("/metrics", metrics.handle, methods=["GET"])
     keyed.add_api_route("/live", live.handle, methods=["GET"])
     keyed.add_api_route("/page/hello.json", live.hello, methods=["GET"])
@@ -152,9 +169,16 @@ class _Handlers:
     """The handlers of one application."""
 
     def __init__(
-        self, llm: LLM, worker: EngineWorker, model: str, max_body_bytes: int, receive_seconds: float | None
+        self,
+        llm: LLM,
+        worker: EngineWorker,
+        names: Sequence[str],
+        max_body_bytes: int,
+        receive_seconds: float | None,
     ):
-        self.llm, self.worker, self.model_name = llm, worker, model
+        self.llm, self.worker = llm, worker
+        self.names, self.model_name = tuple(names), names[0]
+        self.names_as_ids = self.force_usage = False
         self.max_body_bytes, self.receive_seconds = max_body_bytes, receive_seconds
         self.started_at = int(time.time())
         self.call_form = self._call_form()
@@ -166,6 +190,20 @@ class _Handlers:
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         return await self._chat(http, await self._read(http, ChatBody))
+
+    async def chat_batch(self, http: HttpRequest) -> Response:
+        body = await self._read(http, BatchChatBody)
+        body.check_batch()
+        sampling = body.sampling()
+        given = [body.template_input(conversation) for conversation in body.messages]
+        self.worker.check_room(len(given))
+        for messages, _ in given:
+            check_texts(texts_of(messages), self.llm.limits, "messages")
+
+        def prepare() -> list[Request]:
+            return [self.llm.prepare_chat(m, sampling, **body.options(), **options) for m, options in given]
+
+        return await self._answer(http, body, prepare, BatchChatAnswer, body.wanted(None))
 
     async def invocations(self, http: HttpRequest) -> Response:
         """What SageMaker calls, as vLLM serves it: a chat where there are messages, and else a completion."""
@@ -184,7 +222,8 @@ class _Handlers:
         def prepare() -> list[Request]:
             return [self.llm.prepare(prompt, sampling, **body.options()) for prompt in prompts]
 
-        return await self._answer(http, body, prepare, CompletionAnswer, body.wanted())
+        wanted = replace(body.wanted(), beams=body.beams(sampling))
+        return await self._answer(http, body, prepare, CompletionAnswer, wanted)
 
     async def _chat(self, http: HttpRequest, body: ChatBody) -> Response:
         tools = body.tool_use(form=self.call_form)
@@ -198,17 +237,22 @@ class _Handlers:
         def prepare() -> list[Request]:
             return [self.llm.prepare_chat(messages, sampling, **body.options(), **options)]
 
-        return await self._answer(http, body, prepare, ChatAnswer, body.wanted(tools))
+        wanted = replace(body.wanted(tools), beams=body.beams(sampling))
+        return await self._answer(http, body, prepare, ChatAnswer, wanted)
 
     async def models(self) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card(name) for name in self.names]})
 
     async def model(self, name: str) -> Response:
         self._check_model(name)
-        return json_response(self._card())
+        return json_response(self._card(name))
 
     async def version(self) -> Response:
         return json_response({"version": metadata.version("jaxinfer")})
+
+    async def load(self) -> Response:
+        """How many bodies are being answered (vLLM's)."""
+        return json_response({"server_load": self.worker.open_tickets})
 
     async def health(self) -> Response:
         health = self.worker.health()
@@ -254,17 +298,17 @@ class _Handlers:
         return body
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
+        if name is not None and name not in self.names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {self.model_name!r}",
+                f"the model {name!r} does not exist; this server has {', '.join(map(repr, self.names))}",
                 param="model",
                 code="model_not_found",
             )
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.model_name,
+            "id": name,
             "object": "model",
             "created": self.started_at,
             "owned_by": "jaxinfer",
@@ -321,11 +365,15 @@ class _Handlers:
     async def _answer(
         self,
         http: HttpRequest,
-        body: CompletionBody | ChatBody,
+        body: CompletionBody | ChatBody | BatchChatBody,
         prepare: Callable[[], Sequence[Request]],
         kind: type[Answer],
         wanted: Wanted,
     ) -> Response:
+        if body.return_tokens_as_token_ids is None and self.names_as_ids:
+            wanted = replace(wanted, names_as_ids=True)
+        if self.force_usage:
+            wanted = replace(wanted, include_usage=True, usage_so_far=True)
         # Tokenising a long prompt takes a while and lets go of the GIL: other streams must not wait for it.
         # So does a schema, and one that is no schema ends here: never on the engine's thread.
         try:
@@ -334,10 +382,9 @@ class _Handlers:
         except RequestError as error:
             raise body.renamed(error) from None
         texts: Sequence[str] = ()
-        if wanted.echo and isinstance(body, ChatBody):
-            texts = [body.echoed()]
-        elif wanted.echo:
-            texts = await run_in_threadpool(self._prompt_texts, requests)
+        if wanted.echo:
+            spell = partial(self._prompt_texts, requests)
+            texts = await run_in_threadpool(spell) if isinstance(body, CompletionBody) else body.echoes()
         answer = kind(
             requests, self.model_name, token_bytes=self._token_bytes, wanted=wanted, prompt_texts=texts
         )
@@ -356,13 +403,10 @@ class _Handlers:
     async def _whole(self, answer: Answer, entries: int) -> Response:
         give_back = self.logprobs.take(entries)
         try:
-            ticket = await self.worker.submit(answer.requests)
-            try:
-                async for events in ticket:
+            async with aclosing(self._news(answer)) as news:
+                async for events in news:
                     for event in events:
                         answer.take(event)
-            finally:
-                self.worker.cancel(ticket)
             parts = await self._written(
                 answer.size(), lambda: wire.grouped(wire.encoded_parts(answer.whole()))
             )
@@ -370,6 +414,27 @@ class _Handlers:
             give_back()
             raise
         return PartsResponse(parts, give_back)
+
+    async def _news(self, answer: Answer) -> AsyncGenerator[list[TokenEvent]]:
+        """The events of an answer that is told as a whole."""
+        if answer.wanted.beams is not None:
+            skip = answer.requests[0].sampling.skip_special_tokens
+            decode = partial(self._decode, skip_special_tokens=skip)
+            found = beam_events(self.worker, answer.requests, answer.wanted.beams, self.llm.limits, decode)
+            async with aclosing(found):
+                async for events in found:
+                    yield events
+            return
+        ticket = await self.worker.submit(answer.requests)
+        try:
+            async for events in ticket:
+                yield events
+        finally:
+            self.worker.cancel(ticket)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        tokenizer = self.llm.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     async def _chunks(self, answer: Answer, entries: int) -> AsyncGenerator[bytes]:
         """The stream as bytes, one item per batch of news or several. Raises what ends it early."""

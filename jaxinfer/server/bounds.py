@@ -59,9 +59,10 @@ def logprob_entries(requests: Sequence[Request], limits: Limits, *, stream: bool
         sampling, prompt = request.sampling, len(request.prompt_token_ids)
         if sampling.prompt_logprobs is not None:
             of_prompts += prompt * (sampling.prompt_logprobs + 1)
-        if sampling.logprobs is not None:
+        told = len(sampling.logprob_token_ids) if sampling.logprob_token_ids else sampling.logprobs
+        if told is not None:
             tokens = sampling.max_tokens or limits.max_model_len - prompt
-            of_answers += sampling.n * tokens * (sampling.logprobs + 1)
+            of_answers += sampling.n * tokens * (told + 1)
             sequences += sampling.n
     entries = of_prompts + of_answers
     if entries > MAX_LOGPROB_ENTRIES:

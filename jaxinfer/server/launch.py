@@ -37,6 +37,7 @@ SEND_BUFFER = 128 << 10
 OTHER_FILES = 128
 """Files that the process has open besides connections, at most."""
 
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 _HOST = re.compile(r"\*|[^/\s?#@:]+|\[?[0-9a-fA-F:.]+\]?")
 _ORIGIN = re.compile(r"\*|https?://[^/\s?#@]+")
 
@@ -51,8 +52,9 @@ class ServerConfig:
     """Port to listen on; 0 takes a free one and prints it."""
     api_key: str | None = None
     """Key that clients must send as `Authorization: Bearer KEY`; None takes $JAXINFER_API_KEY, if set."""
-    served_model_name: str | None = None
-    """Name of the model in the API; None is the name it was loaded by."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model in the API, after MODEL on the command line: any of them asks for it, and answers
+    carry the first. Without one, the name it was loaded by."""
     max_queue: int = 256
     """Sequences that may wait besides those that run; more are refused with 429."""
     max_body_bytes: int = 8 << 20
@@ -77,6 +79,12 @@ class ServerConfig:
     allowed_host: tuple[str, ...] = ()
     """A name by which clients may call the server, besides localhost and the host (* for all); may be given
     several times. On an address that other machines reach, any name will do until one is given."""
+    root_path: str = ""
+    """Path under which a proxy offers this server, such as /llm; requests may come with or without it."""
+    return_tokens_as_token_ids: bool = False
+    """Name the tokens of log-probabilities by their ids (token_id:7), where a request does not say."""
+    enable_force_include_usage: bool = False
+    """Tell the usage in every chunk of every stream, as if each request had asked for it."""
     measure_machine: bool = True
     """Measure memory bandwidth and matmul rate at the start (a second), for MBU and MFU in /metrics."""
     log_format: LogFormat = "plain"
@@ -98,6 +106,11 @@ class ServerConfig:
             if value < low or (high is not None and value > high):
                 allowed = f"at least {low}" if high is None else f"from {low} to {high}"
                 raise ConfigError(f"{name} must be {allowed}, got {value}")
+        names = self.served_model_name
+        if "" in names or len(set(names)) < len(names):
+            raise ConfigError(f"served_model_name must be different names, none of them empty; got {names!r}")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path must be a path such as /llm, got {self.root_path!r}")
         if self.api_key == "":
             raise ConfigError("api_key is empty; leave it out to serve without a key")
         for origin in self.cors_origin:
@@ -130,7 +143,7 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     from jaxinfer.server.app import create_app
     from jaxinfer.server.connection import Connection
 
-    name = config.served_model_name or llm.model_name
+    name = ", ".join(config.served_model_name) or llm.model_name
     ready = f"jaxinfer: serving {name} at {_address(listener)}/v1"
 
     class Server(uvicorn.Server):
@@ -177,6 +190,9 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         cors_origins=config.cors_origin,
         allowed_hosts=_allowed_hosts(config, listener),
         step_timeout=config.step_timeout or None,
+        root_path=config.root_path,
+        names_as_ids=config.return_tokens_as_token_ids,
+        force_usage=config.enable_force_include_usage,
     )
     worker, dead_since = app.state.worker, None
     Server(uvicorn_config(app, config)).run(sockets=[listener])

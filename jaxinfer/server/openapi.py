@@ -8,7 +8,15 @@ from pydantic import BaseModel
 
 from jaxinfer.core.sampling import MAX_LOGPROBS, MAX_N, MIN_REPETITION_PENALTY
 from jaxinfer.engine.validate import MAX_PRIORITY
-from jaxinfer.server.schema import LABELS, NOT_SERVED, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from jaxinfer.server.schema import (
+    LABELS,
+    NOT_SERVED,
+    BatchChatBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 
 _REF = "#/components/schemas/"
 _RANGES = {
@@ -28,6 +36,9 @@ def openapi(*, keyed: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {
         "/v1/completions": {"post": _generating("completions", CompletionBody, "Completion", schemas)},
         "/v1/chat/completions": {"post": _generating("chatCompletions", ChatBody, "Chat", schemas)},
+        "/v1/chat/completions/batch": {
+            "post": _generating("chatBatch", BatchChatBody, "BatchChat", schemas, streams=False)
+        },
         "/tokenize": {"post": _posting("tokenize", TokenizeBody, "Tokens", schemas)},
         "/detokenize": {"post": _posting("detokenize", DetokenizeBody, "Text", schemas)},
         "/v1/models": {"get": _getting("models", "Models")},
@@ -76,9 +87,12 @@ def _posting(name: str, body: type[BaseModel], answer: str, schemas: dict[str, A
     }
 
 
-def _generating(name: str, body: type[BaseModel], answer: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _generating(
+    name: str, body: type[BaseModel], answer: str, schemas: dict[str, Any], *, streams: bool = True
+) -> dict[str, Any]:
     operation = _posting(name, body, answer, schemas)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    if streams:
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     retry = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
     operation["responses"]["429"] = {**_error("As many requests wait as may."), "headers": retry}
     operation["responses"]["500"] = _error("The request failed.")
@@ -138,6 +152,9 @@ _OF_PROMPT = _list({
     "additionalProperties": _object({"logprob": _LOGPROB, "rank": _COUNT, "decoded_token": _STRING}),
 })  # fmt: skip
 
+_TIMES = (
+    "queue_time_ms", "time_to_first_token_ms", "generation_time_ms", "mean_itl_ms", "tokens_per_second",
+)  # fmt: skip
 _COMPLETION_LOGPROBS = _object({
     "tokens": _list(_STRING),
     "token_logprobs": _list(_MAYBE_LOGPROB),
@@ -176,7 +193,8 @@ def _answer(kind: str, choice: dict[str, Any], extras: dict[str, Any]) -> dict[s
     }
     head = {"id": _STRING, "object": {"const": kind}, "created": _COUNT, "model": _STRING}
     choices = {**_list(_object(shape, _EXTRAS)), "minItems": 1}
-    return _object({**head, "choices": choices, "usage": {"$ref": _REF + "Usage"}}, extras)
+    told = {"usage": {"$ref": _REF + "Usage"}, "metrics": _or_null({"$ref": _REF + "Timings"})}
+    return _object({**head, "choices": choices, **told}, extras)
 
 
 _ANSWERS: dict[str, Any] = {
@@ -194,11 +212,15 @@ _ANSWERS: dict[str, Any] = {
         "total_tokens": _COUNT,
         "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
     }),
+    "Timings": _object({}, {name: {"type": "number", "minimum": 0} for name in _TIMES}),
     "Completion": _answer(
         "text_completion", {"text": _STRING, "logprobs": _or_null(_COMPLETION_LOGPROBS)}, {}
     ),
     "Chat": _answer(
         "chat.completion", {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)}, _EXTRAS
+    ),
+    "BatchChat": _answer(
+        "chat.completion", {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)}, {}
     ),
     "Tokens": _object({
         "count": _COUNT,

@@ -15,7 +15,9 @@ from pydantic import BaseModel, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from jaxinfer.core import MAX_LOGPROBS, STRUCTURES, RequestError, SamplingParams
+from jaxinfer.llm.beams import BeamSearchParams
 from jaxinfer.server.answers import Wanted
+from jaxinfer.server.beams import beam_params
 from jaxinfer.server.messages import Conversation, Message
 from jaxinfer.server.structures import ResponseFormat, Strict, StructuredOutputs, refuse_constant
 from jaxinfer.server.tools import CallForm, ToolChoice, ToolUse, tool_use
@@ -32,7 +34,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1,),
     "logits_processors": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # of a completion
@@ -44,7 +45,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),  # of a completion
     "tools": ([],),  # of a completion
-    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -128,6 +128,9 @@ class _Sampled(Strict):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    logprob_token_ids: list[int] | None = None
 
     def _wanted(self, **others: Any) -> Wanted:
         stream = self.stream_options or StreamOptions()
@@ -136,9 +139,23 @@ class _Sampled(Strict):
             usage_so_far=bool(stream.include_usage and stream.continuous_usage_stats),
             token_ids=bool(self.return_token_ids),
             names_as_ids=bool(self.return_tokens_as_token_ids),
+            told_ids=bool(self.logprob_token_ids),
             prompt_logprobs=self.prompt_logprobs,
             **others,
         )
+
+    def beams(self, sampling: dict[str, Any]) -> BeamSearchParams | None:
+        """The beam search that is asked for beside `sampling`; None for none. Raises RequestError."""
+        asked = {"use_beam_search": self.use_beam_search, "length_penalty": self.length_penalty}
+        try:
+            params = beam_params(sampling, **asked)
+        except RequestError as error:
+            raise self.renamed(error) from None
+        if params is not None and self.stream:
+            raise RequestError(
+                "a beam search cannot be streamed: which outputs are best is known at its end", "stream"
+            )
+        return params
 
     def options(self) -> dict[str, Any]:
         """What the body gives besides sampling, as keywords of `LLM.prepare`."""
@@ -165,6 +182,10 @@ class _Sampled(Strict):
         )  # fmt: skip
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}
+        if self.logprob_token_ids:
+            if logprobs is None:
+                raise RequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+            fields |= {"logprobs": None, "logprob_token_ids": self.logprob_token_ids}
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs are not available when stream is true", "prompt_logprobs")
         structure = {} if self.response_format is None else self.response_format.sampling()
@@ -214,6 +235,10 @@ class CompletionBody(_Sampled):
             if self.stream and (self.n or 1) > 1:
                 raise RequestError("echo with logprobs and n above 1 cannot be streamed", "echo")
             others["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.echo and max_tokens == 0 and self.logprob_token_ids:
+            raise RequestError(
+                "logprob_token_ids tell of the output, and max_tokens is 0", "logprob_token_ids"
+            )
         if self.echo and max_tokens == 0:  # the engine makes one token, which is not told
             max_tokens = 1
             if self.min_tokens:
@@ -225,11 +250,16 @@ class CompletionBody(_Sampled):
         echo = bool(self.echo)
         return self._wanted(echo=echo, prompt_only=echo and self.max_tokens == 0, logprobs=self.logprobs)
 
+    def beams(self, sampling: dict[str, Any]) -> BeamSearchParams | None:
+        params = super().beams(sampling)
+        if params is not None and self.max_tokens == 0:
+            raise RequestError("max_tokens must be at least 1 for a beam search, got 0", "max_tokens")
+        return params
 
-class ChatBody(_Sampled, Conversation):
-    """The body of POST /v1/chat/completions."""
 
-    messages: list[Message]
+class _Chat(_Sampled, Conversation):
+    """What the two endpoints of chats share."""
+
     max_completion_tokens: int | None = None
     echo: bool | None = None
     logprobs: bool | None = None
@@ -244,13 +274,6 @@ class ChatBody(_Sampled, Conversation):
     def wanted(self, tools: ToolUse | None) -> Wanted:
         """What the answer's shape depends on."""
         return self._wanted(echo=bool(self.echo), logprobs=self._num_logprobs, tools=tools)
-
-    def echoed(self) -> str:
-        """What `echo` puts before an answer (vLLM's rule): the last message, if it is the assistant's."""
-        last = self.messages[-1]
-        if last.role != "assistant" or last.content is None:
-            return ""
-        return last.content if isinstance(last.content, str) else "".join(part.text for part in last.content)
 
     @property
     def _num_logprobs(self) -> int | None:
@@ -283,6 +306,49 @@ class ChatBody(_Sampled, Conversation):
         return self._fields(
             max_tokens=limits.pop() if limits else None, logprobs=self._num_logprobs, **others
         )
+
+
+class ChatBody(_Chat):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+
+    def echoes(self) -> list[str]:
+        """What `echo` puts before the answer to each conversation."""
+        return [_echoed(self.messages)]
+
+    def beams(self, sampling: dict[str, Any]) -> BeamSearchParams | None:
+        params = super().beams(sampling)
+        if params is not None and self.tools:
+            raise RequestError("tools have no place in a beam search", "tools")
+        return params
+
+
+class BatchChatBody(_Chat):
+    """The body of POST /v1/chat/completions/batch (vLLM's): several conversations, one answer to each."""
+
+    messages: list[list[Message]]
+
+    def echoes(self) -> list[str]:
+        """As `ChatBody.echoes`."""
+        return [_echoed(conversation) for conversation in self.messages]
+
+    def check_batch(self) -> None:
+        """Raise RequestError for what a batch does not serve."""
+        if not self.messages:
+            raise RequestError("messages is empty; it must hold at least one conversation", "messages")
+        refused = {"stream": self.stream, "tools": self.tools, "use_beam_search": self.use_beam_search}
+        for name, value in {**refused, "n": (self.n or 1) != 1}.items():
+            if value:
+                raise RequestError(f"a batch of conversations is served without {name}", name)
+
+
+def _echoed(messages: list[Message]) -> str:
+    """vLLM's rule: the last message, if it is the assistant's."""
+    last = messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "".join(part.text for part in last.content)
 
 
 class TokenizeBody(Conversation):

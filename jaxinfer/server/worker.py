@@ -324,6 +324,12 @@ class EngineWorker:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
+    @property
+    def open_tickets(self) -> int:
+        """Bodies whose requests run or wait."""
+        with self._wakeup:
+            return len(self._open)
+
     def health(self) -> dict[str, Any]:
         """What is true of the thread now. `step_s` is how long the step in progress has taken.
 

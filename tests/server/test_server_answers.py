@@ -61,6 +61,7 @@ def test_a_completion_is_openais():
             "total_tokens": 11,
             "prompt_tokens_details": {"cached_tokens": 1},
         },
+        "metrics": {},
     }
 
 

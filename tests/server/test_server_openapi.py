@@ -71,8 +71,8 @@ def test_every_route_of_programs_is_described():
         served = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     assert served == document
     assert set(document["paths"]) == {
-        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
-        "/detokenize", "/version", "/health",
+        "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/models",
+        "/v1/models/{name}", "/tokenize", "/detokenize", "/version", "/health",
     }  # fmt: skip
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -103,6 +103,9 @@ def test_answers_of_every_kind_are_as_described():
         }
         check("ChatBody", chat)
         check("Chat", client.post("/v1/chat/completions", json=chat).json())
+        batch = {**chat, "messages": [chat["messages"], chat["messages"]]}
+        check("BatchChatBody", batch)
+        check("BatchChat", client.post("/v1/chat/completions/batch", json=batch).json())
         tools = [{"type": "function", "function": {"name": "f"}}]
         forced = {**chat, "tools": tools, "tool_choice": "required", "max_tokens": 200}
         check("ChatBody", forced)

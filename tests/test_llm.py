@@ -440,7 +440,18 @@ def test_a_model_is_loaded_through_the_runtime(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(runtime, "load", load)
     llm = LLM("tiny", max_num_seqs=2, progress=False)
-    assert asked == [("tiny", EngineConfig(max_num_seqs=2), False)]
+    # Whoever makes an LLM of their own may give priorities; a server serves in order of arrival.
+    assert asked == [("tiny", EngineConfig(max_num_seqs=2, scheduling_policy="priority"), False)]
+    assert llm.prepare("a", priority=3).priority == 3
+    assert llm.llm_engine is llm.engine
+    stream = llm.stream("a", seeded())
+    next(stream)
+    assert llm.llm_engine.get_num_unfinished_requests() == 1
+    stream.close()
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+    served = LLM("tiny", scheduling_policy="fcfs")
+    with pytest.raises(RequestError, match="scheduling_policy"):
+        served.prepare("a", priority=3)
     assert llm.model_name == "tiny"
     assert llm.default_sampling == llm.prepare("a").sampling == SamplingParams(top_k=3)
     assert len(llm.generate("a", seeded())[0].outputs[0].token_ids) == 6

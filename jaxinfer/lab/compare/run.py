@@ -104,7 +104,7 @@ class _Comparison:
             wanted = self.recipe.source
             assert isinstance(wanted, Pretraining)
             path = self._source_path
-            if not (path / "config.json").exists():
+            if not source.is_made(path):
                 self.say(f"training the source {path.name} from random weights")
                 source.pretrain(wanted, [self.texts.path(part) for part in wanted.data], path)
             self._source = path
@@ -197,7 +197,7 @@ class _Comparison:
         path = self._path(model)
         if path.name in self._failed:
             raise JaxInferError(self._failed[path.name])
-        if (path / "config.json").exists():
+        if source.is_made(path):
             return path
         try:
             if model.tokens:
@@ -215,12 +215,14 @@ class _Comparison:
         text = self.recipe.calibration.text
         calibration = None if text is None else self.texts.path(text)
         plan = self.recipe.head_plan(model.variant, model.method, model.seed or 0, calibration)
-        changes: list[HeadChange] = []
+
+        def keep(change: HeadChange) -> None:  # before the model is there: who finds that has this, too
+            self.models.mkdir(parents=True, exist_ok=True)
+            self._heads_file(model).write_text(json.dumps(_errors(change)) + "\n", encoding="utf-8")
+
         convert(
-            self.source(), path, to="safetensors", dtype="float32", heads=plan, on_heads=changes.append,
-            progress=False,
-        )  # fmt: skip
-        self._heads_file(model).write_text(json.dumps(_errors(changes[0])) + "\n", encoding="utf-8")
+            self.source(), path, to="safetensors", dtype="float32", heads=plan, on_heads=keep, progress=False
+        )
 
     def _uptrain(self, before: Path, model: Model, path: Path) -> None:
         wanted = self.recipe.uptraining

@@ -48,6 +48,17 @@ def broken_off(destination: Path) -> bool:
     return (folder / "run.json").exists() and not (folder / "report.json").exists()
 
 
+def is_made(model: Path) -> bool:
+    """Whether a model is there as a whole. One whose training was broken off after it was written, and before
+    its report, is taken away: going on from the last state gives it again, and the report."""
+    if not (model / "config.json").exists():
+        return False
+    if broken_off(model):
+        shutil.rmtree(model)
+        return False
+    return True
+
+
 def write_initial(wanted: Pretraining, data: Sequence[Path], destination: Path) -> None:
     """Random weights (by the seed of the settings), and a tokenizer of bytes and their frequent pairs."""
     tokenizer = _tokenizer(read_texts(data), wanted.vocabulary)

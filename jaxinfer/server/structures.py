@@ -21,8 +21,8 @@ class Strict(BaseModel):
 
 
 class JsonSchema(Strict):
-    """A named schema. `strict` false only permits what `strict` true demands, so it makes no difference here:
-    every answer follows its schema."""
+    """A named schema. Every answer follows it; with `strict` true, an object has no properties but those that
+    the schema names, where it does not say otherwise (OpenAI wants it to say so)."""
 
     name: str
     description: str | None = None
@@ -53,6 +53,9 @@ class ResponseFormat(Strict):
             return {"structured_outputs": {"structural_tag": {"type": self.type, **tag}}}
         for name in tag:
             raise RequestError(f"response_format {self.type} takes no {name}", f"response_format.{name}")
+        if self.json_schema is not None and self.json_schema.strict:
+            asked = {"json": self.json_schema.schema_, "disable_additional_properties": True}
+            return {"structured_outputs": asked}
         if self.json_schema is not None:
             return {"json_schema": self.json_schema.schema_}
         return {"json_schema": {"type": "object"}} if self.type == "json_object" else {}

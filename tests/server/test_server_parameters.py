@@ -70,7 +70,7 @@ def test_penalties_bias_and_options_reach_the_engine(path: str):
                     "json_schema": {"name": "x", "description": "y", "strict": True, "schema": SCHEMA},
                 }
             },
-            {"json_schema": SCHEMA},
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
         ),
         (
             {"response_format": {"type": "structural_tag", "triggers": ["<a"], "structures": [TAG]}},

@@ -341,6 +341,8 @@ class BatchChatBody(_Chat):
         for name, value in {**refused, "n": (self.n or 1) != 1}.items():
             if value:
                 raise RequestError(f"a batch of conversations is served without {name}", name)
+        self.tool_use(form=None)  # refuses a choice among no tools
+        self.beams({})  # refuses a length_penalty without a search
 
 
 def _echoed(messages: list[Message]) -> str:

@@ -174,6 +174,8 @@ def test_each_conversation_is_echoed(client: TestClient) -> None:
         ({"messages": TALKS, "n": 2}, "n"),
         ({"messages": TALKS, "use_beam_search": True}, "use_beam_search"),
         ({"messages": TALKS, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": TALKS, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": TALKS, "length_penalty": 2}, "length_penalty"),
         ({"messages": TALKS, "top_k": -2}, "top_k"),
     ],
 )

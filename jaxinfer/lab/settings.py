@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jaxinfer.config import AttentionSpan, EngineConfig, TopPagesSpan, attention_span
 from jaxinfer.core import ConfigError
 
 Train = Literal["all", "kv", "attention"]
@@ -48,6 +49,11 @@ class Settings:
     """Of the order of the data."""
     train: Train = "all"
     """Which parameters: all, the K and V projections (kv), or attention's four projections."""
+    attention_span: str | None = None
+    """What queries see while it learns: a span as the engine takes one, but for topk-pages; if left out, what
+    the model says. It is no part of the result, which is served and measured with any."""
+    page_size: int | None = None
+    """Tokens of a page, for spans that count pages; 16, if left out."""
     distill: str | None = None
     """A MODEL to learn from besides the texts: the one from which this one was converted."""
     distill_weight: float = 0.5
@@ -95,6 +101,9 @@ class Settings:
             _require(value < 1, f"{name} must be below 1, got {value!r}")
         _check_range("distill_weight", self.distill_weight, 0, 1)
         _check_range("temperature", self.temperature, 0, math.inf, above=True)
+        self.span()
+        if self.attention_span is None:
+            self._refuse_changed("of spans: it needs attention_span", "page_size")
         if self.distill is None:
             self._refuse_changed("of a distillation: it needs distill", "distill_weight", "temperature")
         if not self.eval_file:
@@ -111,6 +120,20 @@ class Settings:
             if field.name in names:
                 value = getattr(self, field.name)
                 _require(value == field.default, f"{field.name} {value!r} is {reason}")
+
+    def span(self) -> AttentionSpan | None:
+        """What queries see while learning. Raises ConfigError for a span that cannot be learnt under."""
+        if self.attention_span is None:
+            return None
+        size = EngineConfig().page_size if self.page_size is None else self.page_size
+        span = attention_span(self.attention_span, EngineConfig(page_size=size).page_size)
+        _require(
+            not isinstance(span, TopPagesSpan),
+            f"attention_span {self.attention_span!r} cannot be learnt under: pages are chosen from bounds, "
+            "of which there is no gradient, and a whole text is a prompt, which sees all; allowed: window, "
+            "longformer, bigbird",
+        )
+        return span
 
     @property
     def step_tokens(self) -> int:

@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def uptrain(
     original = None if settings.distill is None else open_subject(settings.distill)
     check_places(subject.path, destination)
     writing.check_free(destination)
+    subject = _seeing(subject, settings)
     mesh = _mesh(settings)
     blocks, held_out = _data(subject, original, data, settings)
 
@@ -89,6 +90,13 @@ def uptrain(
 
 
 # ----------------------------------------------------------------------------------------- beforehand
+
+
+def _seeing(subject: Subject, settings: Settings) -> Subject:
+    """The model with its queries seeing what the settings say; what it learns from sees what it always does.
+    Its checkpoint stays as it is."""
+    span = settings.span()
+    return subject if span is None else replace(subject, config=subject.config.spanned(span))
 
 
 def _mesh(settings: Settings) -> jax.sharding.Mesh:
@@ -230,6 +238,7 @@ def _report(
         "model": str(subject.path),
         "destination": str(destination),
         "train": settings.train,
+        "attention_span": settings.attention_span,
         "trained_parameters": selection.count(state.trained),
         "parameters": subject.config.num_params,
         "steps": settings.num_steps,

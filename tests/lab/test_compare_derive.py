@@ -96,6 +96,51 @@ def test_the_best_of_each_variant_and_the_fronts() -> None:
     assert found["MQA"]["fronts"] == ["tpot_s"]
 
 
+def test_what_was_learnt_under_a_span_has_the_control_that_learnt_so_too() -> None:
+    under = {"span": "window:8", "tokens": 64, "seed": 0}
+    learnt = {"variant": "MQA", "method": "mean", **under}
+    rows = [
+        row("original", 2.0, span="window:8"),
+        row("converted", 4.0, span="window:8", variant="MQA", method="mean"),
+        row("control", 1.9, **under), row("control", 1.5, trained_span="window:8", **under),
+        row("uptrained", 3.0, **learnt), row("uptrained", 2.5, trained_span="window:8", **learnt),
+    ]  # fmt: skip
+    full, own = derive.recoveries(rows)
+    assert "trained_span" not in full
+    assert own["trained_span"] == "window:8"
+    assert (full["recovered_nats"]["mean"], own["recovered_nats"]["mean"]) == (0.5, 0.75)
+    assert full["beyond_control"]["mean"] == pytest.approx(1 - 1.1 / 2)
+    assert own["beyond_control"]["mean"] == pytest.approx(1 - 1.0 / 2)
+    assert [derive.trained_span(group) for group in derive.groups(rows)] == [
+        "full", "full", "full", "window:8", "full", "window:8",
+    ]  # fmt: skip
+    (best,) = [one for one in derive.best(rows, []) if one["variant"]]
+    assert best["nats"]["mean"] == 2.5
+    assert report._tokens(best) == "64, under window:8"
+
+
+def test_spans_stand_beside_full_attention_at_the_longest_context() -> None:
+    def timed(span: str, tpot: float, measured: float | None, variant: str | None = None) -> dict[str, Any]:
+        found = {"kind": "speed", "status": "done", "variant": variant, "span": span, "role": "original"}
+        at = [{"context": 8, "tpot_s": 9.0}]
+        return found | {
+            "figures": {
+                "predicted": [*at, {"context": 64, "tpot_s": tpot}],
+                "measured": [] if measured is None else [*at, {"context": 32, "tpot_s": measured}],
+            }
+        }
+
+    rows = [timed("full", 4.0, 2.0), timed("window:8", 1.0, 1.5), timed("window:8", 1.0, 1.0, "MQA")]
+    found = derive.beside_full(rows)
+    assert [(one["kind"], one["context"], one["share"]) for one in found] == [
+        ("predicted", 64, 0.25), ("measured", 32, 0.75),
+    ]  # fmt: skip
+    assert derive.beside_full([timed("full", 4.0, None), timed("window:8", 1.0, None)])[0]["full_s"] == 4.0
+    page = "\n".join(report._beside_full(rows))
+    assert "| original | window:8 | 32      | measured  | 2e+03            | 1.5e+03  | 75.0%   |" in page
+    assert report._beside_full(rows[:1]) == []
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.parent.name for path in EXAMPLES])
 def test_the_examples_follow_from_their_results(path: Path) -> None:
     value = json.loads(path.read_text())

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from recipes import recipe
 
+from jaxinfer.config import PageSpan
 from jaxinfer.core import ConfigError
-from jaxinfer.lab.compare.cells import Model, Texts, model_config, models
+from jaxinfer.lab.compare.cells import Model, Texts, measured_spans, model_config, models
 from jaxinfer.lab.compare.recipe import TextPart, Variant, parse_recipe, read_recipe
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "lab").glob("*/*.toml"))
@@ -37,6 +38,30 @@ def test_groups_are_a_variant_of_their_own(tmp_path: Path) -> None:
     )
     assert stated["groups"] == (((0, 3), (1, 2)),)
     assert "groups" not in counted
+
+
+def test_models_learn_under_all_of_their_attention_or_under_what_they_are_measured_with() -> None:
+    spans = ["full", "window:8", "bigbird:16,global:1,random:1"]
+
+    def grid_of(under: list[str]) -> list[tuple[str, str]]:
+        found = parse_recipe(recipe(grid__spans=spans, grid__trained_under=under, grid__control=False))
+        assert found.uptraining is not None
+        return [
+            (model.span, span)
+            for model in models(found)
+            if model.role == "uptrained"
+            for span in measured_spans(found, model)
+        ]
+
+    assert grid_of(["full"]) == [("full", span) for span in spans]
+    assert grid_of(["own"]) == [(span, span) for span in spans]
+    both = grid_of(["full", "own"])
+    assert both == [*(("full", span) for span in spans), *((span, span) for span in spans[1:])]
+    found = parse_recipe(recipe(grid__spans=spans, grid__trained_under=["own"], engine__page_size=8))
+    assert found.uptraining is not None
+    chosen = found.uptraining.for_run(64, 0, None, spans[2], found.page_size)
+    assert chosen.span() == PageSpan(8, 2, 1, 1, 0)
+    assert found.uptraining.for_run(64, 0, None) == found.uptraining.for_run(64, 0, None, "full", 8)
 
 
 def test_the_grid_is_every_model_once() -> None:
@@ -86,6 +111,13 @@ def test_the_examples_are_recipes(path: Path) -> None:
         (r"variant\[0\]: kv_budget must be above 0", {"variant": [{"kv_budget": 2.0}]}),
         (r"variant\.name has 'a' twice", {"variant": [{"name": "a", "kv_heads": k} for k in (1, 2)]}),
         (r"variant must be tables", {"variant": [1]}),
+        (r"grid\.trained_under has 'window'; there are full, own", {"grid__trained_under": ["window"]}),
+        (r"grid\.trained_under is empty", {"grid__trained_under": []}),
+        (
+            r"grid\.trained_under 'own': attention_span 'topk-pages:2' cannot be learnt under",
+            {"grid__trained_under": ["own"], "grid__spans": ["full", "topk-pages:2"]},
+        ),
+        (r"uptrain\.attention_span is not said here", {"uptrain__attention_span": "window:8"}),
         (r"variant\.name is empty", {"variant": []}),
         (r"grid\.methods is missing", {"grid__methods": None}),
         (r"grid\.methods\[0\] must be a name or a table", {"grid__methods": [3]}),

@@ -29,12 +29,13 @@ LETTERS = 16
 @dataclass(frozen=True, slots=True)
 class Model:
     """The source (no variant), or what a method makes of it; learnt from `tokens` tokens in the order of
-    `seed` (None where nothing is drawn)."""
+    `seed` (None where nothing is drawn), its queries seeing what `span` says."""
 
     variant: Variant | None = None
     method: Method | None = None
     tokens: int = 0
     seed: int | None = None
+    span: str = FULL
 
     @property
     def role(self) -> str:
@@ -48,6 +49,7 @@ class Model:
             self.role if self.variant is None else f"{self.variant.name} {self.method and self.method.name}"
         ]
         words += [f"{self.tokens} tokens"] if self.tokens else []
+        words += [f"under {self.span}"] if self.span != FULL else []
         return " ".join([*words, *([] if self.seed is None else [f"seed {self.seed}"])])
 
 
@@ -87,14 +89,28 @@ def models(recipe: Recipe) -> Iterator[Model]:
     if recipe.control:
         for tokens in trained:
             for seed in recipe.seeds:
-                yield Model(tokens=tokens, seed=seed)
+                for span in recipe.trained_spans():
+                    yield Model(tokens=tokens, seed=seed, span=span)
     for variant, method in recipe.pairs():
         drawn = method.method == "random"
         for seed in recipe.seeds if drawn else (None,):
             yield Model(variant, method, 0, seed)
         for tokens in trained:
             for seed in recipe.seeds:
-                yield Model(variant, method, tokens, seed)
+                for span in recipe.trained_spans():
+                    yield Model(variant, method, tokens, seed, span)
+
+
+def measured_spans(recipe: Recipe, model: Model) -> Iterator[str]:
+    """Under which spans a model is measured: one that was trained under a span under that one alone."""
+    for span in recipe.spans:
+        own, full = span == model.span, model.span == FULL
+        if (
+            not model.tokens
+            or (own and "own" in recipe.trained_under)
+            or (full and FULL in recipe.trained_under)
+        ):
+            yield span
 
 
 def shapes(recipe: Recipe) -> Iterator[Model]:
@@ -125,6 +141,8 @@ def model_config(recipe: Recipe, model: Model, source: str, texts: Texts) -> dic
             "data": [texts.digest(part) for part in wanted.data], "distill": wanted.distill,
             "settings": wanted.settings, "tokens": model.tokens, "seed": model.seed,
         }  # fmt: skip
+        if model.span != FULL:  # others keep the names that they had before models learnt under spans
+            learnt |= {"attention_span": model.span, "page_size": recipe.page_size}
     return {"source": source, "heads": heads, "uptraining": learnt}
 
 
@@ -153,7 +171,7 @@ def cells(recipe: Recipe, source: str, texts: Texts) -> list[Cell]:
     found += [
         cell("quality", model, span, evaluate=measured, engine=recipe.engine)
         for model in models(recipe)
-        for span in recipe.spans
+        for span in measured_spans(recipe, model)
     ]
     if recipe.speed is not None:
         speed = {

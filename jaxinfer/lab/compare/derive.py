@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxinfer.lab.compare.recipe import FULL
+
 Row = dict[str, Any]
 
 
@@ -56,8 +58,8 @@ def done(cells: Iterable[Row], kind: str = "quality") -> list[Row]:
 
 
 def recoveries(cells: Sequence[Row]) -> list[Row]:
-    """For each variant, method, span and number of tokens, over seeds, how much of what the conversion lost
-    came back:
+    """For each variant, method, span, span of training and number of tokens, over seeds, how much of what the
+    conversion lost came back:
 
       recovered_nats        (converted - uptrained) / (converted - original), in nats a token
       recovered_perplexity  the same of perplexities
@@ -78,11 +80,17 @@ def recoveries(cells: Sequence[Row]) -> list[Row]:
         converted = _only(rows, role="converted", seed=row["seed"], **same) or _only(
             rows, role="converted", seed=None, **same
         )
-        control = _only(rows, role="control", tokens=row["tokens"], seed=row["seed"], span=span)
-        key = (row["variant"], row["method"], span, row["tokens"])
+        learnt = {"tokens": row["tokens"], "seed": row["seed"]}
+        controls = [each for each in rows if trained_span(each) == trained_span(row)]
+        control = _only(controls, role="control", span=span, **learnt)
+        key = (row["variant"], row["method"], span, trained_span(row), row["tokens"])
         entry = found.setdefault(
-            key, {**same, "tokens": row["tokens"], "seeds": [], "nats": [], "ppl": [], "beyond": []}
-        )
+            key,
+            {
+                **same, **_named_span(row), "tokens": row["tokens"],
+                "seeds": [], "nats": [], "ppl": [], "beyond": [],
+            },
+        )  # fmt: skip
         entry["seeds"].append(row["seed"])
         entry["nats"].append(_part(nll, converted, row, converted, original))
         entry["ppl"].append(_part(perplexity, converted, row, converted, original))
@@ -91,12 +99,22 @@ def recoveries(cells: Sequence[Row]) -> list[Row]:
     return [
         {
             "variant": entry["variant"], "method": entry["method"], "span": entry["span"],
-            "tokens": entry["tokens"], "seeds": entry["seeds"],
+            **_named_span(entry), "tokens": entry["tokens"], "seeds": entry["seeds"],
             "recovered_nats": _over_seeds(entry["nats"]), "recovered_perplexity": _over_seeds(entry["ppl"]),
             "beyond_control": _over_seeds(entry["beyond"]),
         }
         for entry in found.values()
     ]  # fmt: skip
+
+
+def trained_span(row: Row) -> str:
+    """What its queries saw while the model learnt; results from before there was a choice do not say."""
+    return row.get("trained_span", FULL)
+
+
+def _named_span(row: Row) -> Row:
+    """Named where it is not all."""
+    return {} if trained_span(row) == FULL else {"trained_span": trained_span(row)}
 
 
 def _only(rows: Sequence[Row], **wanted: Any) -> Row | None:
@@ -118,19 +136,46 @@ def _over_seeds(values: Sequence[float | None]) -> dict[str, float | int | None]
     return spread(known) if known else None
 
 
+def beside_full(cells: Sequence[Row]) -> list[Row]:
+    """Seconds a token of each model under each span beside those under its full attention, at the longest
+    context of either kind (`predicted`, `measured`): `full_s`, `span_s`, and `share`, the second of the
+    first."""
+    rows = done(cells, "speed")
+    found = []
+    for row in rows:
+        full = _only(rows, variant=row["variant"], span=FULL)
+        if row["span"] == FULL or full is None:
+            continue
+        for kind in ("predicted", "measured"):
+            own, other = row["figures"][kind], full["figures"][kind]
+            if not own or not other or None in (own[-1]["tpot_s"], other[-1]["tpot_s"]):
+                continue
+            assert own[-1]["context"] == other[-1]["context"], f"contexts of {row['variant']} differ"
+            seconds = {"full_s": other[-1]["tpot_s"], "span_s": own[-1]["tpot_s"]}
+            found.append(
+                {
+                    "variant": row["variant"], "span": row["span"], "kind": kind,
+                    "context": own[-1]["context"], **seconds,
+                    "share": seconds["span_s"] / seconds["full_s"],
+                }
+            )  # fmt: skip
+    return found
+
+
 def groups(cells: Sequence[Row]) -> list[Row]:
     """Cells that differ in their seed alone as one: spreads of nats, perplexity and accuracy."""
     found: dict[tuple, list[Row]] = {}
     for row in done(cells):
-        key = (row["role"], row["variant"], row["method"], row["tokens"], row["span"])
+        key = (row["role"], row["variant"], row["method"], row["tokens"], row["span"], trained_span(row))
         found.setdefault(key, []).append(row)
     result = []
-    for (role, variant, method, tokens, span), rows in found.items():
+    for (role, variant, method, tokens, span, trained), rows in found.items():
         first = rows[0]["figures"]
         agreements = [row["figures"]["agreement"] for row in rows]
         result.append(
             {
                 "role": role, "variant": variant, "method": method, "tokens": tokens, "span": span,
+                **_named_span({"trained_span": trained}),
                 "kv_bytes_per_token": first["shape"]["kv_bytes_per_token"],
                 "kv_heads": first["shape"]["kv_heads"],
                 "stderr": first["perplexity"][0]["nll_per_token"]["stderr"],

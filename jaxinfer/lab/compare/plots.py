@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxinfer.core import ConfigError
 from jaxinfer.lab.compare import derive
+from jaxinfer.lab.compare.recipe import FULL
 
 COLOURS = ("#2f6fb2", "#d9822b", "#3d8b40", "#c23b3b", "#7b5aa6", "#8a6d3b", "#17a2b8", "#e377c2")
 GREY, LIGHT = "#8a8f98", "#e4e6ea"
@@ -159,9 +160,9 @@ def _uptraining(value: dict[str, Any]) -> Any:
         _plain(axis)
         for method, colour in colours.items():
             points = [g for g in groups if g["variant"] == variant and g["method"] == method]
-            _line(axis, points, colour, method)
+            _lines(axis, points, colour, method)
         originals = [g for g in groups if g["role"] in ("original", "control")]
-        _line(axis, originals, GREY, "original, trained on", "--")
+        _lines(axis, originals, GREY, "original, trained on", "--")
         axis.axhline(originals[0]["nats"]["mean"] if originals else 0.0, color=GREY, linewidth=0.8)
         least = min((g["tokens"] for g in groups if g["tokens"]), default=1)
         axis.set_xscale("symlog", linthresh=least)
@@ -169,6 +170,17 @@ def _uptraining(value: dict[str, Any]) -> Any:
     if variants:
         axes[0][0].legend(frameon=False, fontsize="small")
     return figure
+
+
+def _lines(
+    axis: Any, points: Sequence[dict[str, Any]], colour: str, name: str | None, style: str = "-"
+) -> None:
+    """One for each span that models were trained under; what was not trained belongs to all of them."""
+    trained = list(dict.fromkeys(derive.trained_span(g) for g in points if g["tokens"])) or [FULL]
+    for place, span in enumerate(trained):
+        own = [g for g in points if not g["tokens"] or derive.trained_span(g) == span]
+        label = name if span == FULL else f"{name}, under {span}"
+        _line(axis, own, colour, label, style if place == 0 else ":")
 
 
 def _line(

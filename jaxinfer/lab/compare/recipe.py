@@ -28,7 +28,10 @@ from jaxinfer.planner import device_sheet
 FULL = "full"
 """The attention span of a model as it is."""
 
-OF_THE_GRID = ("steps", "tokens", "seed", "distill", "eval_file", "devices")
+TRAINED_UNDER = (FULL, "own")
+"""What models learn under: all of their attention, or the span that they are measured with."""
+
+OF_THE_GRID = ("steps", "tokens", "seed", "distill", "eval_file", "devices", "attention_span", "page_size")
 """Settings of an uptraining that the grid, or the machine, says."""
 ENGINE_KEYS = (
     "dtype",
@@ -95,9 +98,12 @@ class Uptraining:
     distill: bool
     settings: dict[str, Any]
 
-    def for_run(self, tokens: int, seed: int, distill: str | None) -> Settings:
-        """The settings of one run; raises ConfigError."""
-        return Settings(tokens=tokens, seed=seed, distill=distill, **self.settings)
+    def for_run(
+        self, tokens: int, seed: int, distill: str | None, span: str = FULL, page_size: int | None = None
+    ) -> Settings:
+        """The settings of one run, `page_size` that of the span; raises ConfigError."""
+        seen = {} if span == FULL else {"attention_span": span, "page_size": page_size}
+        return Settings(tokens=tokens, seed=seed, distill=distill, **self.settings, **seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +141,24 @@ class Recipe:
     tokens: tuple[int, ...]
     seeds: tuple[int, ...]
     spans: tuple[str, ...]
+    trained_under: tuple[str, ...]
     control: bool
     calibration: Calibration
     uptraining: Uptraining | None
     evaluation: Evaluation
     speed: Speed | None
     engine: dict[str, Any]
+
+    def trained_spans(self) -> tuple[str, ...]:
+        """Under which spans models are trained, each once."""
+        full = (FULL,) if FULL in self.trained_under else ()
+        own = self.spans if "own" in self.trained_under else ()
+        return tuple(dict.fromkeys((*full, *own)))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, which some spans count."""
+        return EngineConfig(**self.engine).page_size
 
     def pairs(self) -> Iterator[tuple[Variant, Method]]:
         return itertools.product(self.variants, self.methods)
@@ -184,6 +202,7 @@ def parse_recipe(value: dict[str, Any], name: str = "comparison") -> Recipe:
         tokens=tokens,
         seeds=grid.ints("seeds", least=0, default=(0,)),
         spans=tuple(grid.texts("spans", (FULL,))),
+        trained_under=tuple(grid.texts("trained_under", (FULL,))),
         control=grid.flag("control", True),
         calibration=_calibration(table.table("calibration", optional=True)),
         uptraining=_uptraining(table.table("uptrain", optional=max(tokens) == 0)),
@@ -327,6 +346,7 @@ def _check(recipe: Recipe) -> None:
         ("variant.name", [each.name for each in recipe.variants]),
         ("grid.methods", [each.name for each in recipe.methods]),
         ("grid.tokens", recipe.tokens), ("grid.seeds", recipe.seeds), ("grid.spans", recipe.spans),
+        ("grid.trained_under", recipe.trained_under),
     ):  # fmt: skip
         repeated = [name for name in names if list(names).count(name) > 1]
         if not names or repeated:
@@ -346,6 +366,17 @@ def _check(recipe: Recipe) -> None:
                 attention_span(span, page_size)
     except ConfigError as error:
         raise ConfigError(f"engine, grid.spans: {error}") from None
+    if unknown := [kind for kind in recipe.trained_under if kind not in TRAINED_UNDER]:
+        raise ConfigError(f"grid.trained_under has {unknown[0]!r}; there are {', '.join(TRAINED_UNDER)}")
+    if (wanted := recipe.uptraining) is not None:
+        try:
+            for span in recipe.trained_spans():
+                distill = "original" if wanted.distill else None
+                dataclasses.replace(wanted, settings={**wanted.settings, "warmup": None}).for_run(
+                    1, 0, distill, span, page_size
+                )
+        except ConfigError as error:
+            raise ConfigError(f"grid.trained_under 'own': {error}") from None
 
 
 class _Table:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.lab.compare import derive
-from jaxinfer.lab.compare.recipe import Recipe
+from jaxinfer.lab.compare.recipe import FULL, Recipe
 
 FORMAT = "jaxinfer-lab-compare-1"
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -132,7 +132,7 @@ def page(value: dict[str, Any]) -> str:
     if value["derived"]["recoveries"]:
         parts += ["## What uptraining brought back", *_recoveries(value["derived"]["recoveries"])]
     parts += ["## What it costs", *_costs(value["derived"]["best"], rows)]
-    parts += _speeds(rows)
+    parts += [*_speeds(rows), *_beside_full(rows)]
     if missing := sum(row["status"] == "missing" for row in rows):
         parts.append(f"{missing} of {len(rows)} cells have not been run.")
     parts += _failures(rows)
@@ -154,7 +154,7 @@ def _quality(rows: Sequence[dict[str, Any]], span: str) -> list[str]:
     head = ["model", "method", "tokens", "seeds", "KV heads", "nats", "perplexity", *(n for n, _ in optional)]
     table = [head]
     for group in groups:
-        cells = [group["variant"] or group["role"], group["method"] or "", f"{group['tokens']}"]
+        cells = [group["variant"] or group["role"], group["method"] or "", _tokens(group)]
         cells += [str(group["nats"]["count"]) if group["nats"] else "-", _heads(group["kv_heads"])]
         cells += [_spread(group["nats"], 4), _spread(group["perplexity"], 3)]
         table.append([*cells, *(_spread(group[key], 4) for _, key in optional)])
@@ -173,7 +173,7 @@ def _recoveries(found: Sequence[dict[str, Any]]) -> list[str]:
         ["variant", "method", "span", "tokens", "seeds", "of nats", "of perplexity", "beyond the control"]
     ]
     for one in found:
-        cells = [one["variant"], one["method"], one["span"], str(one["tokens"]), str(len(one["seeds"]))]
+        cells = [one["variant"], one["method"], one["span"], _tokens(one), str(len(one["seeds"]))]
         keys = ("recovered_nats", "recovered_perplexity", "beyond_control")
         table.append([*cells, *(_share(one[key]) for key in keys)])
     text = (
@@ -203,7 +203,7 @@ def _costs(found: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> l
         tpot, batch = one["tpot_s"], one["largest_batch"]
         table.append(
             [
-                one["variant"] or "original", one["method"] or "", str(one["tokens"]), one["span"],
+                one["variant"] or "original", one["method"] or "", _tokens(one), one["span"],
                 f"{one['kv_bytes_per_token']:.0f}", "-" if tpot is None else _ms(tpot),
                 "-" if batch is None else str(batch), f"{one['nats']['mean']:.4f}",
                 ", ".join(COSTS[cost] for cost in one["fronts"]) or "-",
@@ -242,6 +242,21 @@ def _speeds(rows: Sequence[dict[str, Any]]) -> list[str]:
     return ["## Time and memory by context", text, markdown(table)]
 
 
+def _beside_full(rows: Sequence[dict[str, Any]]) -> list[str]:
+    found = derive.beside_full(rows)
+    if not found:
+        return []
+    table = [["model", "span", "context", "where", "TPOT of full, ms", "TPOT, ms", "of full"]]
+    for one in found:
+        cells = [one["variant"] or "original", one["span"], str(one["context"]), one["kind"]]
+        table.append([*cells, _ms(one["full_s"]), _ms(one["span_s"]), f"{one['share']:.1%}"])
+    text = (
+        "The same model, decoding with all of its attention and with the span, at the longest context. Where "
+        "queries choose pages (topk-pages) the prediction has them see all."
+    )
+    return ["## Spans beside full attention", text, markdown(table)]
+
+
 def _failures(rows: Sequence[dict[str, Any]]) -> list[str]:
     failed = [row for row in rows if row["status"] == "failed"]
     if not failed:
@@ -269,6 +284,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    """Of uptraining, and under which span where not under all."""
+    span = derive.trained_span(row)
+    return str(row["tokens"]) + ("" if span == FULL else f", under {span}")
 
 
 def _spread(found: dict[str, Any] | None, digits: int) -> str:

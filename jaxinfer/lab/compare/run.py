@@ -228,7 +228,10 @@ class _Comparison:
         wanted = self.recipe.uptraining
         assert wanted is not None
         assert model.seed is not None
-        settings = wanted.for_run(model.tokens, model.seed, str(self.source()) if wanted.distill else None)
+        settings = wanted.for_run(
+            model.tokens, model.seed, str(self.source()) if wanted.distill else None, model.span,
+            self.recipe.page_size,
+        )  # fmt: skip
         data = [self.texts.path(part) for part in wanted.data]
         resume = source.broken_off(path)
         try:
@@ -262,7 +265,8 @@ def _row(cell: Cell, record: dict[str, Any] | None) -> dict[str, Any]:
     described = {
         "id": cell.name, "kind": cell.kind, "role": model.role,
         "variant": model.variant and model.variant.name, "method": model.method and model.method.name,
-        "tokens": model.tokens, "seed": model.seed, "span": cell.span, "config": cell.config,
+        "tokens": model.tokens, "seed": model.seed, "span": cell.span, "trained_span": model.span,
+        "config": cell.config,
     }  # fmt: skip
     return {**described, **(MISSING if record is None else record)}
 

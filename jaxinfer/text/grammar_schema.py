@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from jaxinfer.core import RequestError
@@ -73,8 +74,11 @@ def checked_schema(
     check.visit(copy, "#", 0)
     check.references(copy)
     copy.pop("$schema", None)  # checked; an older draft would change what llguidance reads
-    if closed:
-        _close(copy)
+    for inner in _within(copy):
+        if closed:
+            _close(inner)
+        if not check.refers_to_properties:  # whose places change
+            _settle_patterns(inner)
     options: dict[str, Any] = {"whitespace_pattern": whitespace or WHITESPACE}
     if compact:
         options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -82,21 +86,44 @@ def checked_schema(
     return json.dumps(copy)
 
 
-def _close(schema: Any) -> None:
-    """Let objects of a checked schema have no properties but those that they name."""
-    if not isinstance(schema, dict):
-        return
+def _close(schema: dict[str, Any]) -> None:
+    """Let an object have no properties but those that it names, where it does not say otherwise."""
     if schema.get("type") == "object" or "properties" in schema:
         schema.setdefault("additionalProperties", False)
-    for keyword, value in schema.items():
+
+
+def _settle_patterns(schema: dict[str, Any]) -> None:
+    """A pattern that fits the name of one property alone says more of that property, and of no other: left as
+    it is, the grammar would open a place for a name that there is not, and an output could not go on."""
+    patterns, properties = schema.get("patternProperties"), schema.get("properties")
+    if not isinstance(patterns, dict) or not isinstance(properties, dict):
+        return
+    for pattern in list(patterns):
+        found = _ONE_NAME.fullmatch(pattern)
+        if found is not None and found[1] in properties:
+            properties[found[1]] = {"allOf": [properties[found[1]], patterns.pop(pattern)]}
+    if not patterns:
+        del schema["patternProperties"]
+
+
+_ONE_NAME = re.compile(r"\^([A-Za-z0-9_ -]+)\$")
+
+
+def _within(schema: Any) -> Iterator[dict[str, Any]]:
+    """A checked schema and all that it holds; those that are true or false are left out."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for keyword, value in list(schema.items()):
+        inner: list[Any] = []
         if keyword in _ONE:
-            _close(value)
+            inner = [value]
         elif keyword in _LISTS:
-            for inner in value:
-                _close(inner)
+            inner = value
         elif keyword in _MAPS:
-            for inner in value.values():
-                _close(inner)
+            inner = list(value.values())
+        for one in inner:
+            yield from _within(one)
 
 
 def parsed_json(text: str, param: str) -> Any:
@@ -168,6 +195,11 @@ class _SchemaCheck:
             self._refuse(
                 f"has references {total} schemas deep together; at most {MAX_REFERENCE_DEPTH} are served", "#"
             )
+
+    @property
+    def refers_to_properties(self) -> bool:
+        """True when a reference leads to or through a property."""
+        return any("roperties/" in target for target in self._targets)
 
     def _inside(self, keyword: str, value: Any, place: str) -> list[tuple[Any, str]]:
         """The schemas that a keyword's value holds, each with its place."""

@@ -156,6 +156,27 @@ def test_json_can_be_refined() -> None:
         assert followed("{\u00a0", json_object=True, whitespace_pattern=pattern) == 1, pattern
 
 
+def test_a_pattern_of_one_name_does_not_open_a_place_for_another() -> None:
+    """llguidance allows the comma, and then no name at all: the output broke off with an error."""
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer", "multipleOf": 5}, "tag": {"enum": ["a"]}},
+        "required": ["score", "tag"],
+        "additionalProperties": False,
+        "patternProperties": {"^score$": {"maximum": 20, "type": "integer"}},
+    }
+    asked = {"json": schema}
+    assert followed('{"score": 15, "tag": "a"}', **asked) is None
+    assert followed('{"score": 15, "tag": "a",', **asked) == 24
+    assert followed('{"score": 25', **asked) == 11  # the pattern speaks of it, too
+    assert followed('{"score": 12', **asked) == 11
+    open_to_others = {**schema, "patternProperties": {"^score$": {"maximum": 20}, "^x": {"type": "null"}}}
+    assert followed('{"score": 15, "tag": "a", "xy": null}', json=open_to_others) is None
+    again = {"again": {"$ref": "#/properties/score"}}  # where places matter, none moves
+    referring = {**schema, "properties": {**schema["properties"], **again}}
+    assert followed('{"score": 15, "tag": "a", "again": 25}', json=referring) is None
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [

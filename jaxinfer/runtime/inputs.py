@@ -62,17 +62,19 @@ class Layout:
 
 
 @functools.cache
-def layout(shape: StepShape, table_width: int, most_emitting: int) -> Layout:
+def layout(shape: StepShape, table_width: int, most_emitting: int, has_states: bool = False) -> Layout:
     """The buffer of one bucket, with page tables of `table_width` (P) entries a row and R = `most_emitting`
-    places of emitted tokens."""
+    places of emitted tokens. `has_states`: rows have places of states, in models of linear attention."""
     t, b = shape.tokens, shape.rows
     sizes = shape.tiles
     capacity = tile_capacity(shape.chunk_tokens, shape.table_rows, sizes)
     parts = {
         "tokens": (t,), "source": (t,), "positions": (t,), "token_row": (t,), "page_ids": (t,),
         "offsets": (t,), "page_table": (b, table_width), "kv_len": (b,), "num_prompt": (b,),
-        "state_places": (b,), "emit": (most_emitting,), "num_tiles": (len(sizes),),
+        "emit": (most_emitting,), "num_tiles": (len(sizes),),
     }  # fmt: skip
+    if has_states:
+        parts["state_places"] = (b,)
     parts |= {f"tiles{size}": (room, 3) for size, room in zip(sizes, capacity, strict=True)}
     if shape.cut is not None:
         parts["text_positions"] = (t,)
@@ -117,7 +119,7 @@ def pack(
     if span is not None:
         pieces, inner, text_starts, firsts = compacted(plan.slices, span)
         plan = StepPlan(plan.step, pieces)
-    parts = layout(shape, table_width, most_emitting)
+    parts = layout(shape, table_width, most_emitting, num_states > 0)
     buffer = np.zeros(parts.size, np.int32)
     view = parts.views(buffer)
     tokens, positions, source, table = view["tokens"], view["positions"], view["source"], view["page_table"]
@@ -251,7 +253,7 @@ def unpack(named: dict[str, Any], shape: StepShape) -> StepInputs:
         named["token_row"], named["positions"], named["page_table"], named["kv_len"],
         tuple(named[f"tiles{size}"] for size in shape.tiles), named["num_tiles"], shape.tiles,
     )  # fmt: skip
-    slots = WriteSlots(named["page_ids"], named["offsets"], named["state_places"])
+    slots = WriteSlots(named["page_ids"], named["offsets"], named.get("state_places"))
     return StepInputs(
         named["tokens"], named["source"], batch, slots, named["num_prompt"], named["emit"],
         named.get("text_positions"),

@@ -153,7 +153,8 @@ class Programs:
             function = functools.partial(
                 steps.forward, self._graph, bucket, self._table_width, self.most_emitting, self.most_tokens
             )
-            size = inputs.layout(bucket, self._table_width, self.most_emitting).size
+            has_states = bool(self._kv.states)
+            size = inputs.layout(bucket, self._table_width, self.most_emitting, has_states).size
             arguments = (self._state, self._kv, integers(size), integers(self.most_emitting))
             return Source(function, arguments, donate=(1,))
         if isinstance(bucket, SampleShape):

@@ -56,7 +56,8 @@ def forward(
     to the i-th emitting slice; R is `most_emitting`, Tmax `most_tokens`. A bucket of decode rows alone, which
     nobody can want scored, gives hidden [0, D].
     """
-    given = step_inputs.unpack(step_inputs.layout(shape, table_width, most_emitting).split(buffer), shape)
+    layout = step_inputs.layout(shape, table_width, most_emitting, has_states=bool(kv.states))
+    given = step_inputs.unpack(layout.split(buffer), shape)
     tokens = jnp.where(given.source >= 0, previous[jnp.maximum(given.source, 0)], given.tokens)
     model = nnx.merge(graph, state)
     hidden, kv = model(

@@ -177,7 +177,9 @@ def paged_logits(
 
     @functools.partial(jax.jit, static_argnames="shape")
     def run(state, kv, buffer, *, shape):
-        parts = inputs.unpack(inputs.layout(shape, -(-total // size), 1).split(buffer), shape)
+        parts = inputs.unpack(
+            inputs.layout(shape, -(-total // size), 1, bool(kv.states)).split(buffer), shape
+        )
         hidden, kv = nnx.merge(graph, state)(
             parts.tokens, kv, parts.batch, parts.slots, parts.num_prompt, decode_rows=shape.decode_rows
         )

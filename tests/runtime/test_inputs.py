@@ -37,7 +37,8 @@ def packed(shape: StepShape, *pieces: Slice, **changes: Any) -> dict[str, np.nda
     sizes = {**SIZES, **changes}
     buffer, _ = inputs.pack(StepPlan(0, pieces), shape, **sizes)
     assert buffer.dtype == np.int32
-    return inputs.layout(shape, sizes["table_width"], sizes["most_emitting"]).views(buffer)
+    has_states = sizes.get("num_states", 0) > 0
+    return inputs.layout(shape, sizes["table_width"], sizes["most_emitting"], has_states).views(buffer)
 
 
 # ---------------------------------------------------------------------------------------------------- pack
@@ -287,6 +288,20 @@ def test_the_cheapest_bucket_is_taken() -> None:
     ]:
         plan = StepPlan(0, tuple(piece(0, (1,) * n, (1,)) for n in counts))
         assert str(choose_step_shape(plan, ladder)) == expected
+
+
+def test_places_of_states_are_in_the_buffers_of_models_that_have_states_alone() -> None:
+    """A model without linear attention sends, and compiles, what it did before there were any."""
+    shape = StepShape(tokens=5, decode_rows=2, chunk_rows=2)
+    pieces = piece(6, (11,), (7, 3), state_place=2), piece(4, (21, 22, 23), (5, 9), state_place=5)
+    view = packed(shape, *pieces, num_states=5)
+    assert view["state_places"].tolist() == [2, 0, 5, 0]
+    plain, stated = inputs.layout(shape, 3, 4), inputs.layout(shape, 3, 4, has_states=True)
+    assert stated.parts.keys() - plain.parts.keys() == {"state_places"}
+    assert stated.size == plain.size + shape.rows
+    assert "state_places" not in packed(shape, *pieces)
+    assert inputs.unpack(packed(shape, *pieces), shape).slots.state_places is None
+    assert inputs.unpack(view, shape).slots.state_places is not None
 
 
 def test_the_ladder_cuts_the_tiles_that_the_backend_wants() -> None:

@@ -8,6 +8,9 @@ weights of `random:CONFIG` would pass with half of the model missing.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import checkpoints
+from checkpoints.writing import PendingTensor, write_safetensors
 from jaxinfer.config import (
     EngineConfig,
     LayerConfig,
@@ -102,6 +107,28 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
                 value = gain * drawn / np.sqrt(shape[1])
             tensors[name] = value.astype(np.float32)
     return tensors
+
+
+def first_layers(source: Path, folder: Path, count: int = 1) -> Path:
+    """The first layers of a model of safetensors as a model of its own, with its tokenizer: weights that were
+    trained, and less to compile."""
+    shutil.copytree(source, folder)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    held = checkpoints.open_checkpoint(source)
+    kept = [
+        name
+        for name in held.names()
+        if (match := re.match(r"model\.layers\.(\d+)\.", name)) is None or int(match[1]) < count
+    ]
+    tensors = [
+        PendingTensor(name, held.shape(name), held.dtype(name), lambda name=name: held.read(name))
+        for name in kept
+    ]
+    write_safetensors(folder, tensors)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**keys, "num_hidden_layers": count}))
+    return folder
 
 
 def tiny_build(dtype: str = "float32", backend: str | Backend = "xla", platform: str = "cpu") -> Build:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny import first_layers
 from training import STORIES, text_file
 
 import checkpoints
@@ -32,23 +33,7 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory) -> Path:
-    """The first layer of stories260k: what is compiled is compiled in seconds."""
-    folder = convert(STORIES, tmp_path_factory.mktemp("models") / "one", to="safetensors", progress=False)
-    keys = json.loads((folder / "config.json").read_text())
-    keys["num_hidden_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(keys))
-    held = checkpoints.open_checkpoint(STORIES)
-    from checkpoints.writing import PendingTensor, write_safetensors
-
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    wanted = [name for name in held.names() if "layers." not in name or "layers.0." in name]
-    tensors = [
-        PendingTensor(name, held.shape(name), held.dtype(name), lambda name=name: held.read(name))
-        for name in wanted
-    ]
-    write_safetensors(folder, tensors)
-    return folder
+    return first_layers(STORIES, tmp_path_factory.mktemp("models") / "one")
 
 
 @pytest.mark.parametrize(

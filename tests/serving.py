@@ -13,7 +13,11 @@ from fastapi import FastAPI
 @contextlib.contextmanager
 def serving(app: FastAPI) -> Generator[str]:
     """The application on a free port of 127.0.0.1; gives its address."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+    # Without a log_config of uvicorn's: to configure logging anew shuts all handlers down, and absl's closes
+    # the file that pytest captures stderr with.
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_config=None, log_level="warning", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -43,6 +43,7 @@ def context(
         raise ConfigError(
             f"prompts of {list(lengths)} tokens and {output} of output must be at least 1 and fit in {most}"
         )
+    check(lengths, output, repeats)
     bench.warm_up(same_batch(lengths[0], output, 1, 1, seed)[0], warm_up)
     runs = []
     for length in lengths:
@@ -54,6 +55,12 @@ def context(
         )
         bench.say(f"context {length}: {report.rates(runs[-1]['measured'])}")
     return {**report.heading("context", target), "output_tokens": output, "seed": seed, "runs": runs}
+
+
+def check(lengths: Sequence[int], output: int, repeats: int) -> None:
+    """Raises ConfigError for what no model could be asked; before one is loaded."""
+    for length in lengths or (1,):
+        same_batch(length, output, 1, repeats, 0)
 
 
 def page(value: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ virtual clock that a simulated runner moves on, the same loop foretells it.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -65,16 +64,7 @@ def drive(
     assert sampling.n == 1, f"{sampling.n} answers a request have no one latency"
     # Before time starts: drawing prompts takes longer than a step.
     requests = [
-        Request(
-            request_id=f"bench-{index}",
-            prompt_token_ids=load.prompt_ids(index, engine.limits.vocab_size),
-            sampling=dataclasses.replace(
-                sampling,
-                max_tokens=arrival.output_tokens,
-                min_tokens=min(sampling.min_tokens, arrival.output_tokens),
-            ),
-        )
-        for index, arrival in enumerate(load.arrivals)
+        load.request(index, f"bench-{index}", sampling, engine.limits) for index in range(len(load.arrivals))
     ]
     run = _Run(engine, load, clock, requests, advance or (lambda amount: None))
     try:
@@ -108,7 +98,7 @@ class _Run:
         self.open: dict[str, _Open] = {}
         self.next = 0
         # Of a closed loop: when each free place became free, which is when its next request arrives.
-        self.free = deque([0.0] * (load.concurrency or 0))
+        self.free = deque([0.0] * min(load.concurrency or 0, len(requests)))
         self.start = clock.now()
 
     def now(self) -> float:

@@ -1,8 +1,8 @@
 """A load put to a server of OpenAI's shape: `POST /v1/completions` with token ids, streamed.
 
 Each request has a connection of its own, and its latency counts from its intended arrival, connecting
-included. What is not OpenAI's (`ignore_eos`, `return_token_ids`, both understood by jaxinfer and vLLM) is
-asked for and, where a server refuses it, left out; `describe` says so. Without `return_token_ids` a chunk
+included. What is not OpenAI's (`ignore_eos`, `return_token_ids`, `cache_salt`: jaxinfer and vLLM know them)
+is asked for and, where a server refuses it, left out; `describe` says so. Without `return_token_ids` a chunk
 with text is one token, and what the usage counts beyond those is put at the time of the last one.
 
 Where /metrics is jaxinfer's own, it is read before and after, and the report has MBU, padding and the rest.
@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import resource
+import secrets
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -29,9 +31,12 @@ REFUSALS = (400, 401, 403, 404, 413, 422, 429, 503)
 """Statuses of a request that was turned away before any work went into it."""
 SCRAPE_S = 10.0
 """The server's MBU and MFU are of the time since the scrape before, where that is at least this long ago."""
+TIMEOUT_S = 600.0
+"""A request that has not ended by then has failed."""
 VOCABULARY = 10_000
 """Ids below this are in every vocabulary in use; a server does not say how many it has."""
 EXTRAS: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+"""Asked for where the server knows them, beside a `cache_salt` of this process."""
 
 
 class HttpTarget:
@@ -50,8 +55,12 @@ class HttpTarget:
         vocab_size: int = VOCABULARY,
         ignore_eos: bool = True,
         temperature: float = 0.0,
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
     ):
+        if vocab_size < 1:
+            raise ConfigError(f"vocab_size must be at least 1, got {vocab_size}")
+        if not 0 < timeout_s < math.inf:
+            raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s:g}")
         try:
             self.url = Url(url)
         except ValueError as error:
@@ -62,7 +71,10 @@ class HttpTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        self.extras = dict(EXTRAS) if ignore_eos else {"return_token_ids": True}
+        # The same command again sends the same prompts, and is not to find them in the server's cache.
+        self.extras = {**EXTRAS, "cache_salt": secrets.token_hex(8)}
+        if not ignore_eos:
+            del self.extras["ignore_eos"]
         self.left_out: list[str] = []
         _allow_many_sockets()
         asyncio.run(self._meet(model))
@@ -175,7 +187,7 @@ class HttpTarget:
                 while waiting:
                     arrived = await one(waiting.popleft(), arrived)
 
-            await asyncio.gather(*(place() for _ in range(load.concurrency)))
+            await asyncio.gather(*(place() for _ in range(min(load.concurrency, len(requests)))))
         return [record for record in records if record is not None]
 
     def _request(self, load: Load, index: int) -> bytes:

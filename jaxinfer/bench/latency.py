@@ -26,8 +26,7 @@ def latency(
 
     Raises ConfigError for no batch sizes or ones below 1, and when no request of the warm-up is answered.
     """
-    if not batches or min(batches) < 1 or repeats < 1:
-        raise ConfigError(f"batch sizes and repeats are at least 1, got {list(batches)} and {repeats}")
+    check(batches, prompt, output, repeats)
     bench.warm_up(same_batch(prompt, output, max(batches), 1, seed)[0], warm_up)
     runs = []
     for batch in batches:
@@ -43,6 +42,14 @@ def latency(
         "seed": seed,
         "runs": runs,
     }
+
+
+def check(batches: Sequence[int], prompt: int, output: int, repeats: int) -> None:
+    """Raises ConfigError for what cannot be measured; before a model is loaded."""
+    if not batches:
+        raise ConfigError("no batch sizes were given")
+    for batch in batches:
+        same_batch(prompt, output, batch, repeats, 0)
 
 
 def page(value: dict[str, Any]) -> str:

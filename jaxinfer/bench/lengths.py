@@ -55,6 +55,11 @@ class Lengths:
             f"got {text!r}"
         )
 
+    @classmethod
+    def fixed(cls, count: int) -> Lengths:
+        """All the same. Raises ConfigError."""
+        return cls("fixed", count, count)._checked(str(count))
+
     def _checked(self, text: str) -> Lengths:
         if not 1 <= self.low <= self.high <= MOST_TOKENS:
             raise ConfigError(f"{text!r}: lengths go from 1 token to {MOST_TOKENS}, the smaller one first")

@@ -11,6 +11,7 @@ with the offset from the start in seconds; `prompt_tokens` is a count or a list 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.bench.lengths import MOST_TOKENS, Lengths
-from jaxinfer.core import ConfigError
+from jaxinfer.core import ConfigError, Limits, Request, SamplingParams
 
 _ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _IDS, _SHARED_IDS, _FIRST_IDS = range(6)
 """Streams of a seed: what is drawn of one does not move when more is drawn of another."""
@@ -76,6 +77,18 @@ class Load:
             ids += _generator(self.seed, _IDS, index).integers(0, vocab_size, count - shared).tolist()
             ids[shared] = (index + self._first_id(_IDS, vocab_size)) % vocab_size
         return tuple(ids)
+
+    def request(self, index: int, request_id: str, sampling: SamplingParams, limits: Limits) -> Request:
+        """One request for an engine of these limits. A prompt that is longer than the engine takes is cut to
+        one token more than that: it will be refused, and the rest is not worth drawing."""
+        arrival = self.arrivals[index]
+        if arrival.num_prompt > limits.max_model_len + 1:
+            ids: tuple[int, ...] = (0,) * (limits.max_model_len + 1)
+        else:
+            ids = self.prompt_ids(index, limits.vocab_size)
+        least = min(sampling.min_tokens, arrival.output_tokens)
+        sampling = dataclasses.replace(sampling, max_tokens=arrival.output_tokens, min_tokens=least)
+        return Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling)
 
     def _first_id(self, stream: int, vocab_size: int) -> int:
         """Where the first ids of prompts count from: far from where those of another seed do, mostly."""
@@ -164,10 +177,10 @@ def at_once(count: int, prompts: Prompts, outputs: Lengths, *, seed: int = 0) ->
 
 def read_trace(path: str | Path, *, seed: int = 0, speed: float = 1.0) -> Load:
     """The load of a trace file, `speed` times as fast. Raises OSError, and ConfigError naming the line."""
-    if not 0 < speed < math.inf:
-        raise ConfigError(f"the speed of a trace must be above 0, got {speed!r}")
+    if not 1e-6 <= speed <= 1e6:
+        raise ConfigError(f"the speed of a trace must lie from 1e-6 to 1e6, got {speed!r}")
     arrivals: list[Arrival] = []
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 arrivals.append(_arrival(line, f"{path}:{number}", speed))
@@ -181,13 +194,13 @@ def read_trace(path: str | Path, *, seed: int = 0, speed: float = 1.0) -> Load:
 _LOOKS = '{"at_s": 0.25, "prompt_tokens": 512, "output_tokens": 64}'
 
 
-def _arrival(line: str, where: str, speed: float) -> Arrival:
+def _arrival(line: bytes, where: str, speed: float) -> Arrival:
     try:
-        given = json.loads(line)
+        given = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON: {error}") from None
     if not isinstance(given, dict) or set(given) != {"at_s", "prompt_tokens", "output_tokens"}:
-        raise ConfigError(f"{where}: a line looks like {_LOOKS}; got {line.strip()[:120]}")
+        raise ConfigError(f"{where}: a line looks like {_LOOKS}; got {line.decode().strip()[:120]}")
     at_s, prompt, output = given["at_s"], given["prompt_tokens"], given["output_tokens"]
     if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < 1e9:
         raise ConfigError(f"{where}: at_s must be a number of seconds of at least 0, got {at_s!r}")
@@ -228,8 +241,8 @@ def _generator(seed: int, *stream: int) -> np.random.Generator:
 
 
 def _check_rate(rate: float) -> None:
-    if not 0 < rate < 1e6:
-        raise ConfigError(f"rate must be above 0 and below 1e6 requests a second, got {rate!r}")
+    if not 1e-6 <= rate < 1e6:
+        raise ConfigError(f"rate must be at least 1e-6 and below 1e6 requests a second, got {rate!r}")
 
 
 def _checked_count(count: int) -> int:

@@ -9,7 +9,6 @@ it, or else what the roofline does at the memory bandwidth and matmul rate that 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from jaxinfer.bench.drive import GREEDY
 from jaxinfer.bench.load import Load
 from jaxinfer.bench.records import RequestRecord, Status
 from jaxinfer.config import EngineConfig, StepShape, shape_ladder
-from jaxinfer.core import ConfigError, Limits, Request
+from jaxinfer.core import ConfigError, Limits
 from jaxinfer.llm import LLM
 from jaxinfer.planner import (
     MEASURED,
@@ -99,6 +98,11 @@ class Predictor:
                 f"{memory.weight_bytes / 1e9:.1f} GB of weights leave no page on a device of "
                 f"{memory.device_bytes / 1e9:.1f} GB: share the model (--tp), or quantise it (--weight-dtype)"
             )
+        if on.num_pages is not None and on.num_pages * costs.page_bytes > sheet.memory_bytes:
+            raise ConfigError(
+                f"num_pages {on.num_pages} of {costs.page_bytes / 1e6:.2f} MB do not fit on a device of "
+                f"{sheet.memory_bytes / 1e9:.1f} GB"
+            )
         limits = Limits(
             num_pages=on.num_pages or memory.num_pages, page_size=on.page_size,
             max_num_seqs=on.max_num_seqs, max_num_batched_tokens=on.max_num_batched_tokens,
@@ -121,14 +125,7 @@ class Predictor:
         timer = StepTimer(self.time, self.ladder, asynchronous=self.asynchronous, sheet=self.sheet)
         simulation = Simulation(self.limits, timer, policy=self.policy, prefix_caching=self.prefix_caching)
         asks = [
-            Ask(
-                arrival.at_s,
-                Request(
-                    request_id=f"foretold-{index}",
-                    prompt_token_ids=load.prompt_ids(index, self.limits.vocab_size),
-                    sampling=dataclasses.replace(GREEDY, max_tokens=arrival.output_tokens),
-                ),
-            )
+            Ask(arrival.at_s, load.request(index, f"foretold-{index}", GREEDY, self.limits))
             for index, arrival in enumerate(load.arrivals)
         ]
         return simulation.run(asks, concurrency=load.concurrency, advance=advance)

@@ -10,16 +10,18 @@ it took for ever.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
+from jaxinfer.bench.lengths import MOST_TOKENS
 from jaxinfer.core import ConfigError
 
 Status = Literal["ok", "refused", "failed"]
@@ -112,18 +114,39 @@ class Log:
 def read_log(path: str | Path) -> list[list[RequestRecord]]:
     """What a `Log` holds, by run. Raises OSError, or ConfigError for another kind of file."""
     runs: list[list[RequestRecord]] = []
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                value = json.loads(line)
+                value = json.loads(line.decode())
                 run = value.pop("run")
                 del value["output_tokens"]
                 record = RequestRecord(**value | {"token_s": tuple(value["token_s"])})
-                runs += [[] for _ in range(len(runs), run + 1)]
+                _check_record(record)
+                if type(run) is not int or not len(runs) - 1 <= run <= len(runs) or run < 0:
+                    raise ValueError(f"run {run!r} after {len(runs)} runs")
+                if run == len(runs):
+                    runs.append([])
                 runs[run].append(record)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ConfigError(f"{path}:{number} is no line of a log of requests: {error}") from None
     return runs
+
+
+def _check_record(record: RequestRecord) -> None:
+    """Raises ValueError for what no run can have written."""
+    for name in ("index", "prompt_tokens", "asked_tokens", "cached_tokens"):
+        count = getattr(record, name)
+        if type(count) is not int or not 0 <= count <= MOST_TOKENS:
+            raise ValueError(f"{name} {count!r}")
+    if record.status not in get_args(Status):
+        raise ValueError(f"status {record.status!r}")
+    times = [record.arrived_s, *record.token_s, record.ended_s]
+    for time in (*times, record.sent_s):
+        if isinstance(time, bool) or not isinstance(time, (int, float)) or not math.isfinite(time):
+            raise ValueError(f"a time of {time!r}")
+    # A timer may wake its sleeper up to the resolution of its clock too early.
+    if times[0] < 0 or any(later < earlier - 1e-3 for earlier, later in itertools.pairwise(times)):
+        raise ValueError(f"times that go back: {times[:5]}")
 
 
 def joined(runs: Iterable[Sequence[RequestRecord]]) -> list[RequestRecord]:
@@ -218,11 +241,11 @@ class Objective:
         return ",".join(map(str, self.terms))
 
     def seen(self, records: Sequence[RequestRecord]) -> dict[str, float]:
-        """The statistic of each term in seconds, by name. A request without an answer took FOR_EVER_S; one of
-        a single token has no tpot and no gap."""
+        """The statistic of each term in seconds, by name. A request without an answer took FOR_EVER_S, and so
+        did what nobody measured: a run of single tokens has no tpot and no gap."""
         values = {term.quantity: _values(records, term.quantity) for term in self.terms}
         lost = [FOR_EVER_S] * sum(record.status != "ok" for record in records)
-        return {term.name: term.of([*values[term.quantity], *lost]) for term in self.terms}
+        return {term.name: term.of([*values[term.quantity], *lost] or [FOR_EVER_S]) for term in self.terms}
 
     def broken(self, records: Sequence[RequestRecord]) -> list[str]:
         """The terms that do not hold, as one would say it; [] when all do."""
@@ -271,7 +294,7 @@ def _values(records: Iterable[RequestRecord], quantity: str) -> list[float]:
 
 def _shown(seconds: float) -> str:
     if seconds >= FOR_EVER_S / 1e6:
-        return "(requests not answered)"
+        return "(not answered, or not measured)"
     return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"
 
 

@@ -14,6 +14,7 @@ from jaxinfer.bench.load import Load, Prompts, at_once
 from jaxinfer.bench.records import Log, Objective, RequestRecord, Summary, joined
 from jaxinfer.bench.target import Advance, Run, Target
 from jaxinfer.bench.target import warm_up as run_warm_up
+from jaxinfer.core import ConfigError
 from jaxinfer.progress import phase
 
 Predictor = Callable[[Load], list[RequestRecord]]
@@ -114,6 +115,9 @@ def _mean(counts: Sequence[Any]) -> dict[str, float | None]:
 
 
 def same_batch(prompt: int, output: int, batch: int, repeats: int, seed: int) -> list[Load]:
-    """`repeats` batches of `batch` requests of one length, each with prompts of its own."""
-    prompts, outputs = Prompts(Lengths("fixed", prompt, prompt)), Lengths("fixed", output, output)
+    """`repeats` batches of `batch` requests of one length, each with prompts of its own. Raises ConfigError
+    for what is no load."""
+    if repeats < 1:
+        raise ConfigError(f"repeats must be at least 1, got {repeats}")
+    prompts, outputs = Prompts(Lengths.fixed(prompt)), Lengths.fixed(output)
     return [at_once(batch, prompts, outputs, seed=seed + 7919 * repeat) for repeat in range(repeats)]

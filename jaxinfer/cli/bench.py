@@ -46,9 +46,10 @@ class Throughput(TargetFlags):
     lengths: LengthFlags = field(default_factory=LengthFlags)
 
     def run(self) -> int:
-        from jaxinfer.bench import plots, serve, throughput
+        from jaxinfer.bench import at_once, plots, serve, throughput
 
         prompts, outputs = self.lengths.checked()
+        at_once(self.requests, prompts, outputs)
         with self.workbench(self.model) as bench:
             measured, report = throughput.throughput(
                 bench, self.requests, prompts, outputs, seed=self.report.seed,
@@ -77,6 +78,7 @@ class Latency(TargetFlags):
     def run(self) -> int:
         from jaxinfer.bench import latency, plots
 
+        latency.check(self.batches, self.prompt, self.output, self.repeats)
         with self.workbench(self.model) as bench:
             report = latency.latency(
                 bench, self.batches, self.prompt, self.output, repeats=self.repeats, seed=self.report.seed,
@@ -139,10 +141,10 @@ class Sweep(TargetFlags):
     server: ServerTargetFlags = field(default_factory=ServerTargetFlags)
 
     def run(self) -> int:
-        from jaxinfer.bench import plots, sweep
+        from jaxinfer.bench import Objective, plots, sweep
         from jaxinfer.bench.knee import Patience
 
-        if not self.report.slo:
+        if not Objective.parse(self.report.slo).terms:
             raise UsageError("a sweep needs --slo, such as ttft_p95=500ms,tpot_p95=50ms")
         if self.concurrency is not None and None not in (self.low, self.start, self.high):
             raise UsageError(
@@ -154,6 +156,7 @@ class Sweep(TargetFlags):
             self.start, self.high, self.concurrency,
             Patience(self.tolerance, self.near, self.repeats, self.most_runs),
         )  # fmt: skip
+        plan.load(1.0, 0, False)
         with self.workbench(self.model, self.server) as bench:
             report = sweep.sweep(bench, plan, self.report.warmup_requests)
             if self.report.plot is not None:
@@ -176,6 +179,7 @@ class Context(TargetFlags):
     def run(self) -> int:
         from jaxinfer.bench import context, plots
 
+        context.check(self.contexts, self.output, self.repeats)
         with self.workbench(self.model) as bench:
             limit = bench.target.most_tokens
             assert limit is not None

@@ -101,18 +101,23 @@ class LoadFlags:
         if self.requests is not None and self.duration is not None:
             raise UsageError("give --requests or --duration, not both")
         prompts, outputs = self.lengths.checked()
+        requests = 200 if self.requests is None else self.requests
         if self.concurrency is not None:
-            return closed(self.concurrency, self.requests or 200, prompts, outputs, seed=seed)
+            return closed(self.concurrency, requests, prompts, outputs, seed=seed)
         assert self.rate is not None
-        count = self.requests or 200
         if self.duration is not None:
             if not 0 < self.duration < math.inf:
                 raise UsageError(f"--duration must be above 0 seconds, got {self.duration:g}")
-            count = max(1, math.ceil(self.rate * self.duration)) if 0 < self.rate < math.inf else count
+            if 0 < self.rate < math.inf:
+                requests = round(self.rate * self.duration)
+                if requests < 1:
+                    raise UsageError(
+                        f"no request comes in --duration {self.duration:g} at --rate {self.rate:g}"
+                    )
         if self.arrivals == "constant":
             refuse_given(self, "is of Poisson arrivals", ("burstiness",))
-            return constant(self.rate, count, prompts, outputs, seed=seed)
-        return poisson(self.rate, count, prompts, outputs, seed=seed, burstiness=self.burstiness)
+            return constant(self.rate, requests, prompts, outputs, seed=seed)
+        return poisson(self.rate, requests, prompts, outputs, seed=seed, burstiness=self.burstiness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,17 +274,17 @@ class TargetFlags:
         return kept if kept is not None and kept.model == llm.model_name else None
 
     def _at(self, server: ServerTargetFlags) -> HttpTarget:
-        from jaxinfer.bench.http_target import VOCABULARY, HttpTarget
+        from jaxinfer.bench.http_target import TIMEOUT_S, VOCABULARY, HttpTarget
 
         assert server.url is not None
         return HttpTarget(
             server.url,
             model=server.served_model_name,
             api_key=server.api_key,
-            vocab_size=server.vocab_size or VOCABULARY,
+            vocab_size=VOCABULARY if server.vocab_size is None else server.vocab_size,
             ignore_eos=not self.report.keep_eos,
             temperature=self.report.temperature,
-            timeout_s=server.timeout_s or 600.0,
+            timeout_s=TIMEOUT_S if server.timeout_s is None else server.timeout_s,
         )
 
 

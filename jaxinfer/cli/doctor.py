@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
+from jaxinfer.cli.bench_flags import refuse_given
 from jaxinfer.cli.flags import EngineFlags
 from jaxinfer.cli.terminal import UsageError
 
@@ -36,7 +38,11 @@ class Doctor:
     def run(self) -> int:
         if self.server is not None and self.calibrate is not None:
             raise UsageError("--server and --calibrate are two commands")
-        if self.server is not None:
+        if self.calibrate is None:
+            refuse_given(self.engine, "is of the model that --calibrate names")
+        if self.server is None:
+            refuse_given(self, "is of a server: it needs --server", ("seconds", "api_key"))
+        else:
             return self._watch(self.server)
         if self.calibrate is not None:
             return self._calibrate(self.calibrate)
@@ -50,7 +56,7 @@ class Doctor:
 
         from jaxinfer.doctor.diagnosis import diagnose, read
 
-        if not self.seconds > 0:
+        if not 0 < self.seconds < math.inf:
             raise UsageError(f"--seconds must be more than 0, got {self.seconds}")
         key = self.api_key or os.environ.get("JAXINFER_API_KEY")
         began, before = time.monotonic(), read(url, key)

@@ -1,13 +1,15 @@
 """Which wall binds a server now, and what to change first: from two readings of its /metrics.
 
-All figures are of the time between the two readings. The rules are tried in the order of the page below; the
-first that holds names the wall, and all that hold bring their advice.
+All figures are of the time between the two readings; those who wait are the fewer of both looks. The rules
+are tried in the order of the page below; the first that holds names the wall, and all that hold bring their
+advice.
 
     broken       steps fail, or /health says no
     compiling    programs were compiled after the warm-up
     idle         no step ran
     capacity     sequences wait, or were preempted, while pages are short
-    seats        sequences wait though pages are free: max_num_seqs are running
+    seats        sequences wait though pages are free: max_num_seqs are running; or requests are refused
+    budget       sequences wait though pages and seats are free: steps are full, max_num_batched_tokens
     host         the host's Python takes most of a step
     bandwidth    most of the memory bandwidth is in use
     compute      most of the matmul rate is in use
@@ -51,9 +53,10 @@ def diagnose(before: Reading, after: Reading, seconds: float) -> Diagnosis:
     """Of the `seconds` between two readings of one server."""
 
     def grown(name: str, **labels: str) -> float:
-        # A server that started anew in between counts from zero.
-        return max(0.0, after(name, **labels) - before(name, **labels))
+        return after(name, **labels) - (0.0 if anew else before(name, **labels))
 
+    # A server that started anew in between counts from zero.
+    anew = after("steps_total") < before("steps_total")
     steps = grown("steps_total")
     host = {part: grown("host_seconds_total", part=part) for part in ("engine", "dispatch", "wait")}
     host_share = _share(host["engine"] + host["dispatch"], sum(host.values()))
@@ -67,7 +70,7 @@ def diagnose(before: Reading, after: Reading, seconds: float) -> Diagnosis:
         "generated_tokens_per_s": grown("generation_tokens_total") / seconds,
         "tokens_per_step": _share(grown("step_tokens_total"), steps),
         "running": after("num_requests_running"),
-        "waiting": after("num_requests_waiting"),
+        "waiting": min(before("num_requests_waiting"), after("num_requests_waiting")),
         "pages_in_use": after("kv_cache_usage_perc"),
         "preemptions": grown("num_preemptions_total"),
         "prefix_hits": _share(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
@@ -85,9 +88,12 @@ def diagnose(before: Reading, after: Reading, seconds: float) -> Diagnosis:
     }
     for name, short in (("time_to_first_token", "ttft"), ("inter_token_latency", "gap")):
         for share in (0.5, 0.95):
-            value = _quantile(before.buckets(f"{name}_seconds"), after.buckets(f"{name}_seconds"), share)
+            earlier = [] if anew else before.buckets(f"{name}_seconds")
+            value = _quantile(earlier, after.buckets(f"{name}_seconds"), share)
             figures[f"{short}_p{round(100 * share)}_s"] = value
     found = _rules(figures, after)
+    if anew:
+        found.insert(0, ("broken", "the server started anew while it was watched: read its log first"))
     return Diagnosis(found[0][0], figures, tuple(text for _, text in found if text))
 
 
@@ -114,10 +120,18 @@ def _rules(f: dict[str, float | None], after: Reading) -> list[tuple[str, str]]:
             "--memory-utilization or --num-pages, or fewer --max-num-seqs so that fewer are preempted",
         ))  # fmt: skip
     elif over("waiting", 0):
-        found.append((
-            "seats",
-            "requests wait while pages are free: raise --max-num-seqs, or add a server",
-        ))  # fmt: skip
+        seats = after("max_num_seqs")
+        if not seats or over("running", seats - 1):
+            found.append((
+                "seats",
+                "requests wait while pages are free: raise --max-num-seqs, or add a server",
+            ))  # fmt: skip
+        else:
+            found.append((
+                "budget",
+                "requests wait while pages and seats are free: their prompts fill every step; raise "
+                "--max-num-batched-tokens (gaps between tokens grow with it), share prefixes, or add a server",
+            ))  # fmt: skip
     if over("refused", 0):
         found.append(
             ("seats", "requests are refused (429): add a server, or raise --max-queue to let them wait")

@@ -409,6 +409,8 @@ class Engine:
         return {
             **self.runner.stats(),
             "pages_total": self.limits.usable_pages,
+            "max_num_seqs": self.limits.max_num_seqs,
+            "max_num_batched_tokens": self.limits.max_num_batched_tokens,
             **self._gauges(),
             "prefix_cache": {} if cache is None else cache.stats(),
             "preemptions": self.scheduler.preemptions,

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +33,17 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds a parameter, at rising numbers of tokens (or rows)."""
+    """Seconds a parameter, at rising numbers of tokens (or rows). Raises ValueError for others."""
 
     at: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rising = all(0 < a < b for a, b in zip((0.5, *self.at), self.at, strict=False))
+        if not self.at or len(self.at) != len(self.seconds) or not rising:
+            raise ValueError(f"a curve needs seconds at rising numbers, got {self.at} and {self.seconds}")
+        for seconds in self.seconds:
+            _check_number("seconds of a curve", seconds)
 
     def __call__(self, count: int) -> float:
         if count <= self.at[0]:
@@ -72,10 +81,20 @@ class Calibration:
     residual: float
     steps: int
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers that no measurement gives."""
+        for name in (
+            "bandwidth", "matmul_rate", "step_s", "decode_row_s", "decode_byte_s", "chunk_byte_s",
+            "chunk_operation_s", "residual",
+        ):  # fmt: skip
+            _check_number(name, getattr(self, name))
+
     def save(self, path: Path) -> None:
-        """Write it as JSON. Raises OSError."""
+        """Write it as JSON, whole or not at all. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        written = path.with_name(f"{path.name}.{os.getpid()}.part")
+        written.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        written.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
@@ -84,7 +103,10 @@ class Calibration:
             fields: dict[str, Any] = json.loads(path.read_text())
             if fields.pop("format") != FORMAT:
                 raise ValueError("another format")
-            linear, head = (Curve(*map(tuple, fields.pop(name).values())) for name in ("linear", "head"))
+            linear, head = (
+                Curve(**{name: tuple(values) for name, values in fields.pop(curve).items()})
+                for curve in ("linear", "head")
+            )
             return cls(linear=linear, head=head, **fields)
         except OSError as error:
             raise ConfigError(f"calibration {path} cannot be read ({error.strerror})") from None
@@ -100,6 +122,11 @@ class Calibration:
             costs.kv_dtype,
             costs.quantization,
         )
+
+
+def _check_number(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

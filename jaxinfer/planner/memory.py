@@ -17,8 +17,9 @@ SAMPLER_COPIES = 7
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device. `temporary_bytes` is an estimate of a step's peak beside the arrays that stay;
-    `state_bytes` those of all sequences that may run together, in layers of linear attention."""
+    """Bytes on one device. `largest_batch` is out of the `most_sequences` that may run together.
+    `temporary_bytes` is an estimate of a step's peak beside the arrays that stay; `state_bytes` those of all
+    sequences that may run together, in layers of linear attention."""
 
     device_bytes: int
     weight_bytes: int
@@ -28,6 +29,7 @@ class MemoryPlan:
     num_pages: int
     pages_per_sequence: int
     largest_batch: int
+    most_sequences: int
     state_bytes: int = 0
 
     @property
@@ -73,7 +75,7 @@ def plan_memory(
         device_bytes=device_bytes, weight_bytes=weights, pool_bytes=pages * page,
         temporary_bytes=temporary_bytes(costs, max_num_batched_tokens + max_num_seqs, max_num_seqs),
         page_bytes=page, num_pages=pages, pages_per_sequence=each,
-        largest_batch=max(0, pages - 1) // each, state_bytes=states,
+        largest_batch=max(0, pages - 1) // each, most_sequences=max_num_seqs, state_bytes=states,
     )  # fmt: skip
 
 

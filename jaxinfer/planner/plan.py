@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Plan:
     batch_ttft_s: float
     """Until the last of the batch, arrived together, has its first token."""
     stall_s: float
-    """The longest step of those that decode: a full chunk of another's prompt beside the batch."""
+    """The longest step of those that decode: beside them the prompts of as many more, as far as they fit."""
     tokens_per_s: float
     """New tokens of the whole batch, prefill included; of all devices together."""
     critical_batch: float
@@ -126,7 +127,10 @@ def plan(
     expectation: str = "the sheet at assumed shares (jaxinfer.planner.Efficiency)",
     pool_limit_bytes: int | None = None,
 ) -> Plan:
-    """The plan of a workload. `time` gives the expected step times (None: the roofline at assumed shares)."""
+    """The plan of a workload. `time` gives the expected step times (None: the roofline at assumed shares).
+
+    Raises ConfigError for prompts of more steps than are worked out (`predict.MOST_STEPS`).
+    """
     time, w = time or RooflineTime(costs, sheet), workload
     steps = _steps(sheet, w)
     exact = dataclasses.replace(steps, padded=False)
@@ -134,8 +138,12 @@ def plan(
     middle = w.context + (w.output - 1) // 2
     batch_ttft = ttft_s(time, [w.context] * w.batch, steps)[-1]
     room = w.max_num_batched_tokens - w.batch
-    # The last full chunk of a prompt sees all that is before it: the longest of the steps.
-    beside = [(middle, 1)] * w.batch + ([(max(0, w.context - room), room)] if room > 0 else [])
+    # The longest step is full of prompts; the last chunk of one sees all that is before it.
+    beside = [(middle, 1)] * w.batch
+    for _ in range(w.batch):
+        if chunk := min(room, w.context):
+            beside.append((w.context - chunk, chunk))
+            room -= chunk
     rate, bandwidth = sheet.rate(costs.dtype), sheet.bandwidth
     weights, params = costs.layer_bytes + costs.head_bytes, costs.layer_params + costs.head_params
     key_bytes, key_operations = costs.attention([(middle, 1)])
@@ -156,6 +164,7 @@ def plan(
 def phases(costs: ModelCosts, sheet: DeviceSheet, workload: Workload, time: StepTime) -> tuple[Phase, Phase]:
     """Prefill of one prompt, and decode of the batch."""
     w, best, steps = workload, RooflineTime(costs, sheet, FLOOR), _steps(sheet, workload)
+    expected = ttft_s(time, [w.context], steps)[0]
     # The bytes of a prompt are those of its chunks, each of which reads the weights and what is before it.
     linear, attention = costs.prefill_operations(w.context)
     starts = range(0, w.context, w.max_num_batched_tokens)
@@ -163,7 +172,7 @@ def phases(costs: ModelCosts, sheet: DeviceSheet, workload: Workload, time: Step
     works = [costs.work([span], rows=span == spans[-1]) for span in spans]
     prefill = Phase(
         sum(costs.moved_bytes(work) for work in works), linear, attention,
-        sum(best.floor(work) for work in works), ttft_s(time, [w.context], steps)[0],
+        sum(best.floor(work) for work in works), expected,
         _wall(time, costs, sheet, works[len(works) // 2]),
     )  # fmt: skip
     middle = w.context + (w.output - 1) // 2
@@ -217,7 +226,8 @@ def with_kv_heads(config: ModelConfig, kv_heads: int) -> ModelConfig:
 
 
 def remedies(base: Plan, time_of: Callable[[ModelCosts], StepTime] | None = None) -> list[Remedy]:
-    """What one change at a time buys. `time_of(costs)` gives step times as `plan` takes them."""
+    """What one change at a time buys. `time_of(costs)` gives step times as `plan` takes them. A change by
+    which prompts take too many steps to be worked out is left out."""
 
     def again(costs: ModelCosts | None = None, **changes: Any) -> Plan:
         costs = costs or base.costs
@@ -228,7 +238,11 @@ def remedies(base: Plan, time_of: Callable[[ModelCosts], StepTime] | None = None
             pool_limit_bytes=base.pool_limit_bytes,
         )  # fmt: skip
 
-    return [Remedy(name, again(costs, **changes), note) for name, costs, changes, note in _changes(base)]
+    found = []
+    for name, costs, changes, note in _changes(base):
+        with contextlib.suppress(ConfigError):
+            found.append(Remedy(name, again(costs, **changes), note))
+    return found
 
 
 def _changes(base: Plan) -> Iterator[tuple[str, ModelCosts | None, dict[str, Any], str]]:

@@ -8,12 +8,16 @@ and go are `jaxinfer.simulator`'s, with the scheduler itself.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.config import StepShape, cheapest_shape, sampled_rows, shape_ladder
+from jaxinfer.core import ConfigError
 from jaxinfer.planner.costs import Span, StepWork
 from jaxinfer.planner.step_time import StepTime
+
+MOST_STEPS = 30_000
+"""Steps of prompts that are worked out one by one: some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,16 @@ def _ladder(max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> tu
     return shape_ladder(max_num_seqs, max_num_batched_tokens, platform=platform)
 
 
-def prefill_steps(lengths: Sequence[int], budget: int) -> list[tuple[list[Span], list[int]]]:
+def prefill_steps(lengths: Sequence[int], budget: int) -> Iterator[tuple[list[Span], list[int]]]:
     """The steps until each of `lengths` prompts, arrived together, has its first token: slices, and the
-    prompts whose first token the step samples."""
+    prompts whose first token the step samples. Raises ConfigError for more than MOST_STEPS."""
     assert len(lengths) <= budget, f"{len(lengths)} sequences cannot all decode within {budget} tokens a step"
+    if (least := sum(lengths) // budget) > MOST_STEPS:
+        raise ConfigError(
+            f"{len(lengths)} prompts of {max(lengths)} tokens take {least} steps of {budget} tokens, and at "
+            f"most {MOST_STEPS} are worked out: shorter or fewer prompts, or a larger max_num_batched_tokens"
+        )
     done = 0
-    steps: list[tuple[list[Span], list[int]]] = []
     contexts: list[int] = []
     progress = 0
     while done < len(lengths):
@@ -69,12 +77,12 @@ def prefill_steps(lengths: Sequence[int], budget: int) -> list[tuple[list[Span],
                 firsts.append(done)
                 contexts.append(progress)
                 done, progress = done + 1, 0
-        steps.append((spans, firsts))
-    return steps
+        yield spans, firsts
 
 
 def ttft_s(time: StepTime, lengths: Sequence[int], steps: Steps | None = None) -> list[float]:
-    """Seconds to the first token of each of these prompts, arrived together at an idle engine."""
+    """Seconds to the first token of each of these prompts, arrived together at an idle engine. Raises
+    ConfigError for prompts that take more than MOST_STEPS."""
     steps = steps or Steps()
     now, first = 0.0, [0.0] * len(lengths)
     for spans, firsts in prefill_steps(lengths, steps.max_num_batched_tokens):

@@ -102,7 +102,7 @@ def as_text(plan: Plan, remedies: list[Remedy]) -> str:
         _row("K/V of the batch", _bytes(memory.page_bytes * memory.pages_per_sequence * work.batch)),
         _row(
             "pool", f"{memory.num_pages} pages of {costs.page_size} tokens, {_bytes(memory.pool_bytes)} "
-            f"({work.memory_utilization:g} of what is free, at most 256 sequences)",
+            f"({work.memory_utilization:g} of what is free, at most {memory.most_sequences} sequences)",
         ),
         *([_row("states", _bytes(memory.state_bytes))] if memory.state_bytes else []),
         _row("a step's peak beside", f"about {_bytes(memory.temporary_bytes)}"),
@@ -119,7 +119,7 @@ def as_text(plan: Plan, remedies: list[Remedy]) -> str:
         "",
         _row("ridge of the device", f"{sheet.ridge(costs.dtype):.0f} operations a byte"),
         _row("first tokens of all", f"{_seconds(plan.batch_ttft_s)} after they arrive together"),
-        _row("longest stall", f"{_seconds(plan.stall_s)} between two tokens, beside another's prompt"),
+        _row("longest stall", f"{_seconds(plan.stall_s)} between two tokens, beside the prompts of others"),
         _row("throughput", f"{plan.tokens_per_s:.4g} new tokens/s"),
         _row("decode uses", f"{100 * plan.mbu:.1f} % of the bandwidth, {100 * plan.mfu:.2f} % of the rate"),
         _row("critical batch", _critical(plan)),

@@ -68,6 +68,8 @@ COUNTERS = (
 GAUGES = (
     ("running", "num_requests_running", "Sequences that hold pages and take part in steps."),
     ("waiting", "num_requests_waiting", "Sequences in the engine's queue, preempted ones included."),
+    ("max_num_seqs", "max_num_seqs", "Sequences that may run together."),
+    ("max_num_batched_tokens", "max_num_batched_tokens", "Tokens that a step may run."),
     ("failed_in_a_row", "failed_steps_in_a_row", "Failed steps since the last good one."),
     ("padding_waste", "padding_waste_ratio", "Share of padding in all tokens run since the start."),
     ("kv_bytes", "kv_cache_bytes", "Memory of the pool of pages."),

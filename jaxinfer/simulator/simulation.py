@@ -206,7 +206,7 @@ class _Door:
         self.served: list[Served | None] = [None] * len(asks)
         self._next = 0
         # Of a closed loop: when each free place became free, which is when its next request arrives.
-        self._free = None if concurrency is None else deque([0.0] * concurrency)
+        self._free = None if concurrency is None else deque([0.0] * min(concurrency, len(asks)))
         self._uids = itertools.count()
         self._open: dict[int, Served] = {}  # by uid
 

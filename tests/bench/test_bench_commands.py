@@ -174,7 +174,12 @@ def test_context(run, tmp_path: Path) -> None:
         (("serve", "m", "--rate", "1", "--concurrency", "2"), 2, "--rate, --concurrency and --trace"),
         (("serve", "m", "--rate", "1", "--requests", "2", "--duration", "3"), 2, "not both"),
         (("serve", "m", "--rate", "1", "--duration", "0"), 2, "--duration must be above 0"),
-        (("serve", "m", "--rate", "0"), 1, "rate must be above 0"),
+        (("serve", "m", "--rate", "0"), 1, "rate must be at least 1e-6"),
+        (("serve", "m", "--rate", "1e-5", "--duration", "1"), 2, "no request comes in --duration 1"),
+        (("serve", "m", "--rate", "1", "--requests", "0"), 1, "a load has from 1"),
+        (("serve", "--url", "http://x", "--rate", "1", "--timeout-s", "0"), 1, "timeout_s must be"),
+        (("serve", "--url", "http://x", "--rate", "1", "--timeout-s", "nan"), 1, "timeout_s must be"),
+        (("serve", "--url", "http://x", "--rate", "1", "--vocab-size", "0"), 1, "vocab_size must be"),
         (("serve", "m", "--concurrency", "1", "--burstiness", "2"), 2, "--burstiness is of an open loop"),
         (("serve", "m", "--rate", "1", "--arrivals", "constant", "--burstiness", "2"), 2, "Poisson"),
         (("serve", "m", "--rate", "1", "--speed", "2"), 2, "--speed is of a trace"),
@@ -195,7 +200,7 @@ def test_context(run, tmp_path: Path) -> None:
         (("sweep", "m", "--slo", "ttft_p95=1s", "--low", "5", "--high", "2"), 1, "from a low rate"),
         (("sweep", "m", "--slo", "ttft_p95=1s", "--start", "-5"), 1, "from a low rate"),
         (("sweep", "m", "--slo", "ttft_p95=1s", "--duration", "0"), 1, "a run lasts above 0 seconds"),
-        (("latency", "m", "--batches", "0"), 1, "at least 1"),
+        (("latency", "m", "--batches", "0"), 1, "a load has from 1"),
         (("context", "m", "--contexts", "5000"), 1, "must be at least 1 and fit in 128"),
     ],
 )  # fmt: skip
@@ -323,3 +328,38 @@ def test_a_server_process_is_measured(run, tiny: str) -> None:
         )  # fmt: skip
         assert status == 0
         assert checked(lines)["knee"]["kind"] == "above"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("throughput", "m", "--requests", "0"), "a load has from 1"),
+        (("latency", "m", "--batches", "1", "0"), "a load has from 1"),
+        (("latency", "m", "--prompt", "0"), "lengths go from 1"),
+        (("latency", "m", "--output", "0"), "lengths go from 1"),
+        (("latency", "m", "--repeats", "0"), "repeats must be at least 1"),
+        (("context", "m", "--output", "0"), "lengths go from 1"),
+        (("context", "m", "--contexts", "-3"), "lengths go from 1"),
+        (("sweep", "m", "--slo", "ttft_p95=1s", "--burstiness", "0"), "burstiness must be"),
+        (("sweep", "m", "--slo", ","), "a sweep needs --slo"),
+    ],
+)
+def test_wrong_numbers_are_told_before_a_model_is_loaded(
+    run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: str
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(EngineFlags, "load", load)
+    status, _, err = run(*arguments, real=True)
+    assert status in (1, 2)
+    assert told in err
+
+
+def test_the_same_command_again_does_not_find_its_prompts_in_the_cache(run) -> None:
+    llm = LLM.from_parts(FakeRunner(LIMITS), LIMITS, tokenizer=ByteTokenizer(), model_name="fake")
+    load = ("--concurrency", "1", "--requests", "4", "--prompt", "40", "--output", "3", "--vocab-size", "200")
+    with serving(create_app(llm)) as url:
+        for _ in range(2):
+            _, lines, _ = run("serve", "--url", url, *load, "--warmup-requests", "0")
+            assert checked(lines)["measured"]["prefix_hit_tokens"] == 0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.bench import Lengths, Load, Prompts, at_once, closed, constant, poisson, read_trace
-from jaxinfer.core import ConfigError
+from jaxinfer.bench import Arrival, Lengths, Load, Prompts, at_once, closed, constant, poisson, read_trace
+from jaxinfer.core import ConfigError, Limits, SamplingParams
 
 LENGTHS = (
     "128",
@@ -171,3 +171,30 @@ def test_a_load_says_how_it_was_made() -> None:
     assert (said["prompt"], said["output"], said["shared_prefix"]) == ("8", "uniform:1-9", 4)
     assert isinstance(load, Load)
     assert json.loads(json.dumps(said)) == said
+
+
+def test_a_trace_of_other_bytes_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(b'{"at_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n\xff\xfe\n')
+    with pytest.raises(ConfigError, match="trace:2 is no JSON"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("extreme", [1e-310, 0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_extreme_speeds_and_rates_are_refused(tmp_path: Path, extreme: float) -> None:
+    one = Lengths.fixed(1)
+    path = tmp_path / "trace"
+    path.write_text('{"at_s": 1.5, "prompt_tokens": 1, "output_tokens": 1}')
+    with pytest.raises(ConfigError, match="speed of a trace"):
+        read_trace(path, speed=extreme)
+    with pytest.raises(ConfigError, match="rate must be"):
+        poisson(extreme, 1, Prompts(one), one)
+
+
+def test_a_prompt_that_no_engine_takes_is_not_drawn() -> None:
+    limits = Limits(num_pages=9, page_size=4, max_num_seqs=1, max_num_batched_tokens=4, max_model_len=32,
+                    vocab_size=100)  # fmt: skip
+    load = Load((Arrival(0.0, 10_000_000, 1), Arrival(0.0, 33, 1), Arrival(0.0, 3, 1)))
+    asked = [load.request(i, f"r{i}", SamplingParams(), limits).prompt_token_ids for i in range(3)]
+    assert [len(ids) for ids in asked] == [33, 33, 3]
+    assert asked[2] == load.prompt_ids(2, 100)

@@ -107,12 +107,41 @@ def test_refused_requests_break_an_objective_and_leave_the_percentiles_alone() -
     summary = Summary.of([*answered, *refused], objective)
     assert summary.ttft.p99 == pytest.approx(0.1)
     assert (summary.ok, summary.refused, summary.errors) == (90, 10, {"429": 10})
-    assert objective.broken([*answered, *refused])[0].startswith("ttft_p95 (requests not answered)")
+    assert objective.broken([*answered, *refused])[0].startswith("ttft_p95 (not answered, or not measured)")
     assert objective.seen([*answered, *refused])["ttft_p95"] == FOR_EVER_S
     assert (
         objective.broken([*answered, *refused[:1]]) == []
     )  # 1 of 91: the P95 is of those that were answered
     assert Objective().broken([*answered, *refused]) == ["10 of 100 requests were not answered"]
+
+
+def test_what_nobody_measured_is_no_promise_kept() -> None:
+    """Answers of one token have no tpot and no gap, and both terms held."""
+    singles = [record(i, float(i), (i + 0.1,)) for i in range(5)]
+    objective = Objective.parse("ttft_p95=1s,tpot_p95=1us,gap_max=1us")
+    assert [term.split()[0] for term in objective.broken(singles)] == ["tpot_p95", "gap_max"]
+    assert objective.margin(singles) > 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arrived_s": float("nan")}, {"arrived_s": "0"}, {"arrived_s": -1.0}, {"ended_s": -3.0}, {"run": -1},
+        {"run": 1}, {"run": 10**9}, {"run": True}, {"prompt_tokens": -5}, {"prompt_tokens": 10**12},
+        {"token_s": [2.0, 1.0]}, {"token_s": "ab"}, {"status": "fine"}, {"index": None},
+    ],
+)  # fmt: skip
+def test_a_log_that_no_run_can_have_written_is_refused_by_its_line(tmp_path: Path, change: dict) -> None:
+    path = tmp_path / "log"
+    with Log(path) as log:
+        log.add([record(0, 0.0, (1.0, 1.5), ended_s=2.0)])
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps(line | change) + "\n")
+    with pytest.raises(ConfigError, match="log:1 is no line of a log"):
+        read_log(path)
+    path.write_bytes(b"\xff\xfe{}\n")
+    with pytest.raises(ConfigError, match="log:1 is no line of a log"):
+        read_log(path)
 
 
 def test_a_request_meets_an_objective_by_itself() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -145,3 +146,36 @@ def test_real_programs_are_measured_and_the_pool_serves_on() -> None:
     assert [step.work.head_places for step in steps] == [2, 0]
     assert steps[1].work.places == 32, "the bucket's padding counts"
     assert all(0 < step.seconds < 5 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"linear": {"at": [8, 1], "seconds": [1e-9, 1e-9]}}, "rising"),
+        ({"linear": {"at": [], "seconds": []}}, "rising"),
+        ({"linear": {"at": [1, 8], "seconds": [1e-9]}}, "rising"),
+        ({"linear": {"at": [1, 8], "seconds": [1e-9, float("nan")]}}, "seconds of a curve"),
+        ({"linear": "fast"}, "attribute"),
+        ({"decode_byte_s": -1e-9}, "decode_byte_s"),
+        ({"bandwidth": float("inf")}, "bandwidth"),
+        ({"step_s": "1"}, "step_s"),
+        ({"chunk_operation_s": None}, "chunk_operation_s"),
+    ],
+)
+def test_a_calibration_that_nothing_measured_is_refused(tmp_path: Path, change: dict, named: str) -> None:
+    path = tmp_path / "calibration.json"
+    TRUE.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=f"{named}.*calibrate again"):
+        Calibration.load(path)
+
+
+def test_the_order_of_keys_in_a_calibration_means_nothing(tmp_path: Path) -> None:
+    """Values were taken in their order: numbers of tokens for seconds, and a TTFT of 1e26 s."""
+    path = tmp_path / "calibration.json"
+    TRUE.save(path)
+    fields = json.loads(path.read_text())
+    fields["linear"] = dict(reversed(fields["linear"].items()))
+    path.write_text(json.dumps(fields))
+    assert Calibration.load(path) == TRUE
+    assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.core import ConfigError
 from jaxinfer.doctor.diagnosis import _quantile, diagnose, read
-from jaxinfer.reading import Reading
 from jaxinfer.engine.metrics import FIRST_TOKEN_BOUNDS, Histogram, Histograms
+from jaxinfer.reading import Reading
 from jaxinfer.server.metrics import Metrics
 
 # A second of a server with nothing wrong: its limits are 10 GB/s and 100 GFLOP/s.
@@ -53,6 +53,8 @@ def wall(**changes: float) -> str:
     ("capacity", {"preemptions": 1}),
     ("capacity", {"waiting": 3, "pages_free": 2, "pages_cached": 0, "pages_live": 98}),
     ("seats", {"waiting": 3}),
+    ("seats", {"waiting": 3, "max_num_seqs": 8, "max_num_batched_tokens": 64}),
+    ("budget", {"waiting": 3, "max_num_seqs": 32, "max_num_batched_tokens": 64}),
     ("padding", {"tokens_padded": 500}),
     ("broken", {"failed_steps": 1}),
     ("broken", {"health": "unhealthy"}),
@@ -84,8 +86,17 @@ def test_several_things_wrong_are_all_told() -> None:
 
 
 def test_a_server_that_began_anew_is_not_counted_backwards() -> None:
+    """It was said to be idle: what it had done since counted as nothing."""
     found = diagnose(reading(10), reading(1), 5.0)
     assert all(value is None or value >= 0 for value in found.figures.values())
+    assert found.figures["steps_per_s"] == 20 / 5
+    assert found.wall == "broken"
+    assert "started anew" in found.advice[0]
+
+
+def test_a_moment_of_waiting_is_no_wall() -> None:
+    changes = {"programs": 0}
+    assert diagnose(reading(1, waiting=5, **changes), reading(2, **changes), 1.0).wall == "latency"
 
 
 @given(st.lists(st.floats(0.0005, 100.0), min_size=1, max_size=200), st.sampled_from([0.5, 0.95]))

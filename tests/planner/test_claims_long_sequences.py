@@ -216,7 +216,7 @@ def test_a15_which_llamas_share_kv_heads() -> None:
 def test_a16_batches_change_with_every_step() -> None:
     """Claimed: continuous batching works request by request. The steps that the planner counts (and
     that the scheduler makes, tests/engine/test_scheduler.py) mix decodes of some with chunks of others."""
-    steps = prefill_steps([100, 150], 128)
+    steps = list(prefill_steps([100, 150], 128))
     assert [spans for spans, _ in steps] == [
         [(0, 100), (0, 28)],  # the second begins before the first is through
         [(100, 1), (28, 122)],  # the first decodes beside it

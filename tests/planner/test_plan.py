@@ -28,6 +28,7 @@ from jaxinfer.planner import (
     ttft_s,
 )
 from jaxinfer.planner.plots import longest_that_fits
+from jaxinfer.planner.report import as_text
 from jaxinfer.presets import PRESETS
 
 EXACT = Steps(padded=False)
@@ -237,3 +238,27 @@ def test_remedies_are_planned_under_the_same_limit_of_the_pool() -> None:
     assert batches["half the batch"] == batches["twice the batch"] == base.memory.largest_batch
     assert batches["MQA"] == (3 * 1000 - 1) // 64
     assert longest_that_fits(base) == 999 // 8 * 16 - 24
+
+
+def test_prompts_of_too_many_steps_are_refused_before_they_are_worked_out() -> None:
+    costs, sheet = costs_of("llama3-8b"), DEVICES["h200"]
+    with pytest.raises(ConfigError, match="take 3906250 steps of 2048 tokens, and at most"):
+        plan("llama3-8b", costs, sheet, Workload(context=10**9, batch=8))
+    # A remedy that would take too many is left out, and the others stay.
+    large = plan("llama3-8b", costs, sheet, Workload(context=2_000_000, batch=10))
+    assert {"a quarter of the chunk", "MQA"} & {remedy.name for remedy in remedies(large)} == {"MQA"}
+
+
+def test_a_step_beside_those_that_decode_holds_no_more_than_their_prompts() -> None:
+    """A chunk longer than the prompts counted attention to keys that are not there."""
+    costs, sheet = costs_of("llama3-8b"), DEVICES["h200"]
+    for tokens in (512, 8192):
+        short = plan("m", costs, sheet, Workload(context=1, batch=8, max_num_batched_tokens=tokens))
+        assert short.stall_s <= short.decode.expected_s * 1.1
+
+
+def test_the_most_sequences_are_those_that_the_pool_is_for() -> None:
+    workload = Workload(context=128, batch=512, max_num_batched_tokens=8192)
+    made = plan("m", costs_of("llama3-8b"), DEVICES["h200"], workload)
+    assert made.memory.largest_batch == made.memory.most_sequences == 512
+    assert "at most 512 sequences" in as_text(made, [])

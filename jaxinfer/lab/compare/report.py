@@ -250,10 +250,7 @@ def _beside_full(rows: Sequence[dict[str, Any]]) -> list[str]:
     for one in found:
         cells = [one["variant"] or "original", one["span"], str(one["context"]), one["kind"]]
         table.append([*cells, _ms(one["full_s"]), _ms(one["span_s"]), f"{one['share']:.1%}"])
-    text = (
-        "The same model, decoding with all of its attention and with the span, at the longest context. Where "
-        "queries choose pages (topk-pages) the prediction has them see all."
-    )
+    text = "The same model, decoding with all of its attention and with the span, at the longest context."
     return ["## Spans beside full attention", text, markdown(table)]
 
 

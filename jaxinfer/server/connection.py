@@ -66,6 +66,11 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def _should_upgrade(self) -> bool:
+        """Never, and without uvicorn's warnings, one a request: whoever asks for another protocol is answered
+        in this one, as HTTP has it."""
+        return False
+
     def send_400_response(self, msg: str) -> None:
         """For what is no HTTP. A handler that waits for the rest of its body hears that its client left."""
         if self.cycle is not None and not self.cycle.response_complete:

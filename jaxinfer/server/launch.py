@@ -209,6 +209,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=connection_class(config.receive_seconds, config.stall_seconds, _connections(config)),
+        ws="none",  # a handshake would go around every check, and be answered without an id
         access_log=False,  # `AccessLog` says more
         log_config=_logging(config.log_format),
         timeout_graceful_shutdown=config.drain_seconds + 10,

@@ -42,6 +42,9 @@ CROWDED = "jaxinfer.crowded"
 MAX_UNHEARD, UNHEARD_S = 1 << 20, 2.0
 """Of a request that is refused unheard, how much is read, and how long."""
 
+MAX_TOO_LARGE = 32 << 20
+"""Of a body that is too long, how much is read beyond what may be, for UNHEARD_S."""
+
 QUIET = ("/health", "/metrics")
 """Paths that machines ask every few seconds: their lines are of level DEBUG."""
 
@@ -75,14 +78,17 @@ class PartsResponse(Response):
 
 
 async def read_body(http: HttpRequest, most: int, within_s: float | None = None) -> bytes:
-    """The body, unless it is longer than `most` bytes: then ApiError 413, before the rest is read; or not all
-    there `within_s` from now: then ApiError 408. Either ends the connection: the rest may still be coming."""
+    """The body, unless it is longer than `most` bytes: then ApiError 413, after as much of the rest as is soon
+    read; or not all there `within_s` from now: then ApiError 408. Either ends the connection: more may still
+    be coming."""
     close = {"Connection": "close"}
     too_large = ApiError(
         413, f"the body is longer than {most} bytes", code="request_too_large", headers=close
     )
     declared = http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
+        if int(declared[:20]) <= most + MAX_TOO_LARGE:  # else it would be reset all the same
+            await _read_past(http, most + MAX_TOO_LARGE)
         raise too_large
     body = bytearray()
     try:
@@ -90,11 +96,32 @@ async def read_body(http: HttpRequest, most: int, within_s: float | None = None)
             async for part in http.stream():
                 body += part
                 if len(body) > most:
-                    raise too_large
+                    break
     except TimeoutError:
         what = f"the body was not complete within {within_s:g} s"
         raise ApiError(408, what, code="request_timeout", headers=close) from None
+    if len(body) > most:
+        body.clear()
+        await _read_past(http, MAX_TOO_LARGE, begun=True)
+        raise too_large
     return bytes(body)
+
+
+async def _read_past(http: HttpRequest, most: int, *, begun: bool = False) -> None:
+    """Read what is left of a body, up to `most` bytes for UNHEARD_S, and keep nothing: a connection that is
+    closed with something unread in it is reset, and a client that sends all of its body before it reads never
+    sees the answer. One that waits to be asked for its body (`Expect: 100-continue`) is not asked, if it has
+    not `begun`."""
+    if not begun and http.headers.get("expect", "").lower() == "100-continue":
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(UNHEARD_S):
+            read = 0
+            while read <= most:
+                message = await http.receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                read += len(message.get("body", b""))
 
 
 async def unless_gone[Result](receive: Receive, work: Awaitable[Result]) -> Result | None:
@@ -213,9 +240,7 @@ class Crowd:
             await self.app(scope, receive, send)
             return
         http = HttpRequest(scope, receive)
-        # A connection that is closed with something unread in it is reset, and the answer may be lost.
-        with contextlib.suppress(ApiError, ClientDisconnect):
-            await read_body(http, MAX_UNHEARD, UNHEARD_S)
+        await _read_past(http, MAX_UNHEARD)
         error = ApiError(
             503,
             f"the server keeps no more than {most} connections (--max-connections); try again later",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import resource
 import socket
@@ -63,6 +64,45 @@ def test_what_is_no_http_gets_an_answer_with_an_id() -> None:
     label = head.decode().partition("X-Request-Id: ")[2].partition("\r\n")[0]
     lines = [json.loads(line) for line in err.splitlines()]
     assert [line["status"] for line in lines if line.get("request_id") == label] == [400]
+
+
+def test_a_client_that_sends_all_before_it_reads_sees_that_it_was_too_much() -> None:
+    with served(scripted(max_body_bytes=1 << 20)) as server:
+        for chunked in (False, True):
+            for size in (2 << 20, 9 << 20):
+                client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+                body = iter([b" " * (1 << 16)] * (size >> 16)) if chunked else b" " * size
+                client.request("POST", "/v1/completions", body, encode_chunked=chunked)
+                answer = client.getresponse()
+                assert answer.status == 413, (chunked, size)
+                assert answer.headers["x-request-id"]
+                assert json.loads(answer.read())["error"]["code"] == "request_too_large"
+                client.close()
+        # Where all of it could not be read, or the client waits to be asked for it, nothing of it is.
+        for declared, headers in ((1 << 40, b""), (2 << 20, b"Expect: 100-continue\r\n")):
+            with connect(server) as waiting:
+                waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + headers)
+                waiting.sendall(b"Content-Length: %d\r\n\r\n" % declared)
+                assert waiting.recv(65536).startswith(b"HTTP/1.1 413")
+        status, err = server.end()
+    assert status == 0, err
+
+
+def test_a_handshake_of_websockets_is_a_request_like_any_other() -> None:
+    with served(scripted(log_format="json")) as server:
+        asked = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        asked |= {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==", "X-Request-Id": "shake"}
+        with httpx.Client(base_url=server.url, headers=asked) as client:
+            refused = client.get("/v1/models", headers={"Host": "evil.example"})
+            assert refused.status_code == 403
+            assert refused.json()["error"]["code"] == "host_not_allowed"
+            assert client.get("/v1/models").json()["object"] == "list"
+            assert client.get("/no/such/route").json()["error"]["type"]
+        assert refused.headers["x-request-id"] == "shake"
+        status, err = server.end()
+    assert status == 0, err
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert [line.get("status") for line in lines] == [403, 200, 404], "and no warning besides"
 
 
 def test_open_files_bound_the_connections(

@@ -13,7 +13,7 @@ from tiny import tiny_runner
 from jaxinfer.config import EngineConfig
 from jaxinfer.core import JaxInferError, Limits, Logprob, Request, RequestError, SamplingParams
 from jaxinfer.llm import LLM
-from jaxinfer.llm.beams import MAX_BEAM_WIDTH, BeamSearch, BeamSearchParams
+from jaxinfer.llm.beams import MAX_BEAM_WIDTH, BeamSearch, BeamSearchParams, BeamSearchSequence
 from jaxinfer.runtime import JaxRunner
 from jaxinfer.text import ByteTokenizer
 
@@ -120,7 +120,46 @@ def test_stopping_early_changes_nothing(penalty: float, monkeypatch: pytest.Monk
     assert saved > 0 or penalty > 0  # which lets long outputs overtake to the last
 
 
+def test_only_beams_that_are_kept_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beam holds all of its prompt; a step looks at 2 * width alternatives of each."""
+    copies, grown = [0], BeamSearchSequence.grown
+
+    def counting(self: BeamSearchSequence, *args: Any, **given: Any) -> BeamSearchSequence:
+        copies[0] += 1
+        return grown(self, *args, **given)
+
+    monkeypatch.setattr(BeamSearchSequence, "grown", counting)
+    _, asked = searched(BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=2.5))
+    assert asked > 10
+    assert copies[0] <= 2 * (asked + 3)
+
+
 # ------------------------------------------------------------------------------- through the engine
+
+
+def test_a_search_counts_as_one_request(runner: JaxRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = over(runner)
+    (output,) = llm.beam_search("abc", BeamSearchParams(beam_width=3, max_tokens=4))
+    stats = llm.engine.stats()
+    assert (stats["requests"], stats["prompt_tokens"]) == (1, 3)
+    assert stats["generated_tokens"] == sum(len(beam.output_token_ids) for beam in output.sequences)
+    assert sum(stats["finished"].values()) == 3
+    assert stats["computed_tokens"] >= 3 + 1 + 3 + 3, "what was computed is told as it is"
+    histograms = dict(llm.engine.histograms.items())
+    assert histograms["time_to_first_token"].snapshot()[0][-1] == 0
+    assert histograms["request_prompt_tokens"].snapshot() == (
+        [0, 0, *[3] * (len(histograms["request_prompt_tokens"].bounds) - 1)],
+        9.0,
+    )
+    assert histograms["e2e_request_latency"].snapshot()[0][-1] == 3
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the device fell off the bus")
+
+    monkeypatch.setattr(runner, "fetch", broken)
+    with pytest.raises(JaxInferError):
+        llm.beam_search("abc", BeamSearchParams(beam_width=2, max_tokens=4))
+    assert llm.engine.stats()["finished"]["error"] == 2
 
 
 def test_one_beam_is_greedy_and_batches_are_as_alone(runner: JaxRunner) -> None:

@@ -15,6 +15,8 @@ class Request:
 
     `priority`: lower is served first, under scheduling_policy "priority". `cache_salt` keeps the prefix cache
     of those who share it to themselves. `timeout_s` ends the request ("abort") that long after its arrival.
+    One that is not `counted` is a step of something larger, a beam search, of which the engine is told as a
+    whole (`Engine.count_search`): what it computes counts, but no request, prompt, token or time of its own.
     """
 
     request_id: str
@@ -24,6 +26,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     timeout_s: float | None = None
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

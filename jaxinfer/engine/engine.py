@@ -19,6 +19,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from jaxinfer.core import (
@@ -140,8 +141,9 @@ class Engine:
             if len(self._deadlines) > 64 + 2 * len(self._uids_of):
                 self._deadlines = [d for d in self._deadlines if self._is_unfinished(d[1], d[2])]
                 heapq.heapify(self._deadlines)
-        self._counters.requests += 1
-        self._counters.prompt_tokens += len(request.prompt_token_ids)
+        if request.counted:
+            self._counters.requests += 1
+            self._counters.prompt_tokens += len(request.prompt_token_ids)
         self.trace.arrived(request, now)
 
     def cancel(self, request_id: str, error: str | None = None) -> bool:
@@ -332,8 +334,9 @@ class Engine:
         output = self._outputs[sequence.uid]
         if sampled is None:
             return self._end(output, "", None, sequence.finish_reason or "error", sequence.error)
-        self._counters.generated_tokens += 1
-        self.histograms.token(sequence, output.token_at)
+        if sequence.request.counted:
+            self._counters.generated_tokens += 1
+            self.histograms.token(sequence, output.token_at)
         output.token_at = sequence.last_token_at
         ended_by_id = sequence.finish_reason == "stop"
         what = f"following the structure of the output to token {sampled.token_id}"
@@ -378,7 +381,8 @@ class Engine:
             reason = "stop"  # a match that only the end of the text decided
         metrics = sequence_metrics(sequence, self.clock())
         event = output.event(text, sampled, reason, error, metrics)  # whatever it raises, nobody is forgotten
-        self._counters.ended(sequence, reason, metrics)
+        if sequence.request.counted:
+            self._counters.ended(sequence, reason, metrics)
         del self._outputs[sequence.uid]
         request_id = sequence.request.request_id
         self._uids_of[request_id].discard(sequence.uid)
@@ -386,6 +390,13 @@ class Engine:
             del self._uids_of[request_id]
         self.trace.ended(sequence, reason, self.clock())
         return event
+
+    def count_search(
+        self, prompt_tokens: int, outputs: Seq[tuple[int, FinishReason]], seconds: float
+    ) -> None:
+        """Count a beam search that has ended as one request of so many prompt tokens; of each output, its
+        tokens and how it ended. Its requests were not `counted`."""
+        self._counters.searched(prompt_tokens, outputs, seconds)
 
     # ------------------------------------------------------------------------------------- health
 

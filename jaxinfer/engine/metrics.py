@@ -136,6 +136,13 @@ class Histograms:
         if metrics.tpot_s is not None:
             self.request_time_per_output_token.add(metrics.tpot_s)
 
+    def searched(self, prompt_tokens: int, tokens: int, reason: FinishReason, seconds: float) -> None:
+        """One output of a beam search, at its end."""
+        self.request_prompt_tokens.add(prompt_tokens)
+        self.request_generation_tokens.add(tokens)
+        if reason in ("stop", "length"):
+            self.e2e_request_latency.add(seconds)
+
     def items(self) -> list[tuple[str, Histogram]]:
         return [(name, getattr(self, name)) for name in self.__slots__]
 
@@ -198,6 +205,17 @@ class Counters:
         for name in ("queue_s", "ttft_s", "tpot_s"):
             if (value := getattr(metrics, name)) is not None:
                 getattr(self, name).add(value)
+
+    def searched(self, prompt_tokens: int, outputs: Seq[tuple[int, FinishReason]], seconds: float) -> None:
+        """Count a beam search of so many seconds: a request, a prompt, and an end for each of its outputs
+        (tokens, reason). It has no first token and no time from one to the next: its outputs are known at its
+        end."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        for tokens, reason in outputs:
+            self.finished[reason] += 1
+            self.generated_tokens += tokens
+            self.histograms.searched(prompt_tokens, tokens, reason, seconds)
 
     def as_dict(self) -> dict[str, Any]:
         host, whole = self.engine_s + self.dispatch_s, self.engine_s + self.dispatch_s + self.wait_s

@@ -10,11 +10,21 @@ the likeliest `beam_width` live on. The result is the `beam_width` best of both,
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from jaxinfer.core import MAX_LOGPROBS, JaxInferError, Limits, Logprob, Request, RequestError, SamplingParams
+from jaxinfer.core import (
+    MAX_LOGPROBS,
+    FinishReason,
+    JaxInferError,
+    Limits,
+    Logprob,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 from jaxinfer.llm.turns import Turns
 from jaxinfer.progress import Advance
 
@@ -92,6 +102,14 @@ class BeamSearchOutput:
     sequences: tuple[BeamSearchSequence, ...]
 
 
+class CountsSearches(Protocol):
+    """`Engine.count_search`, or what passes it on to the engine's thread."""
+
+    def count_search(
+        self, prompt_tokens: int, outputs: Sequence[tuple[int, FinishReason]], seconds: float
+    ) -> None: ...
+
+
 class BeamSearch:
     """The search for one prompt. While it is not `done`: run `requests()`, and give `take` what was known of
     the token that each of them made.
@@ -109,6 +127,7 @@ class BeamSearch:
         self._live = [BeamSearchSequence(tokens=request.prompt_token_ids)]
         self._complete: list[BeamSearchSequence] = []
         self._steps = 0
+        self._began = time.monotonic()
 
     @property
     def done(self) -> bool:
@@ -128,6 +147,7 @@ class BeamSearch:
                 prompt_token_ids=beam.tokens,
                 prompt=None,
                 sampling=self._sampling,
+                counted=False,
             )
             for number, beam in enumerate(self._live)
         ]
@@ -135,16 +155,21 @@ class BeamSearch:
     def take(self, known: Sequence[dict[int, Logprob]]) -> None:
         """The alternatives of the token after each beam, in the order of `requests()`."""
         width = self._params.beam_width
-        grown = [
-            beam.grown(token, entries, token in self._ends)
+        ranked = [
+            (beam.cum_logprob + entries[token].logprob, beam, token, entries)
             for beam, entries in zip(self._live, known, strict=True)
             for token in entries
             if token < self._num_ids  # the rows that pad an output matrix stand for no token
         ]
-        grown.sort(key=lambda beam: beam.cum_logprob, reverse=True)
-        likeliest = grown[: 2 * width]
-        self._live = [beam for beam in likeliest if beam.finish_reason is None][:width]
-        self._complete += [beam for beam in likeliest if beam.finish_reason is not None]
+        ranked.sort(key=lambda candidate: candidate[0], reverse=True)
+        live: list[BeamSearchSequence] = []
+        # Only what is kept is grown: each copies all of its tokens, the prompt's among them.
+        for _, beam, token, entries in ranked[: 2 * width]:
+            if token in self._ends:
+                self._complete.append(beam.grown(token, entries, ends=True))
+            elif len(live) < width:
+                live.append(beam.grown(token, entries, ends=False))
+        self._live = live
         self._complete = sorted(self._complete, key=self._score, reverse=True)[:width]
         self._steps += 1
 
@@ -154,6 +179,18 @@ class BeamSearch:
         live = self._live if self._steps >= self._params.max_tokens else []
         live = [dataclasses.replace(beam, finish_reason="length") for beam in live]
         return sorted(self._complete + live, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def count(self, engine: CountsSearches, failure: FinishReason | None = None) -> None:
+        """Tell an engine of the search, which has ended: by itself, or all of it by a `failure`."""
+        if failure is None:
+            best = self.best()
+            outputs: list[tuple[int, FinishReason]] = [
+                (len(beam.logprobs), beam.finish_reason or "length") for beam in best
+            ]
+        else:
+            outputs = [(0, failure)] * self._params.beam_width
+        seconds = time.monotonic() - self._began
+        engine.count_search(len(self._request.prompt_token_ids), outputs, seconds)
 
     def _score(self, beam: BeamSearchSequence) -> float:
         return beam.cum_logprob / len(beam.logprobs) ** self._params.length_penalty
@@ -168,17 +205,31 @@ class BeamSearch:
 def run(turns: Turns, searches: Sequence[BeamSearch], advance: Advance) -> None:
     """Run searches together until all are done. Raises JaxInferError when a step of one fails."""
     waiting = list(searches)
-    while waiting:
-        asked = [(search, search.requests()) for search in waiting]
-        known: dict[str, Sequence[dict[int, Logprob]]] = {}
-        for event in turns.events([request for _, requests in asked for request in requests]):
-            if event.finish_reason in ("error", "abort"):
-                raise JaxInferError(f"the beam search ended early: {event.error or event.finish_reason}")
-            if event.logprobs:
-                known[event.request_id] = event.logprobs
-        for search, requests in asked:
-            search.take([known[request.request_id][0] for request in requests])
-        done = [search for search in waiting if search.done]
-        waiting = [search for search in waiting if not search.done]
-        if done:
-            advance(len(done))
+    failure: FinishReason = "abort"
+    try:
+        while waiting:
+            _step(turns, waiting)
+            before = len(waiting)
+            waiting = [search for search in waiting if not search.done]
+            if len(waiting) < before:
+                advance(before - len(waiting))
+    except JaxInferError:
+        failure = "error"
+        raise
+    finally:
+        with turns.turn():
+            for search in searches:
+                search.count(turns.engine, failure if search in waiting else None)
+
+
+def _step(turns: Turns, waiting: Sequence[BeamSearch]) -> None:
+    """One token more for every beam of these."""
+    asked = [(search, search.requests()) for search in waiting]
+    known: dict[str, Sequence[dict[int, Logprob]]] = {}
+    for event in turns.events([request for _, requests in asked for request in requests]):
+        if event.finish_reason in ("error", "abort"):
+            raise JaxInferError(f"the beam search ended early: {event.error or event.finish_reason}")
+        if event.logprobs:
+            known[event.request_id] = event.logprobs
+    for search, requests in asked:
+        search.take([known[request.request_id][0] for request in requests])

@@ -1,4 +1,5 @@
-"""Beam search behind the endpoint (vLLM's `use_beam_search`): a ticket a step, and the answer at the end."""
+"""Beam search behind the endpoint (vLLM's `use_beam_search`): a ticket a step, in places that are kept from
+the first to the last, and the answer at the end."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.core import Limits, Logprob, Request, RequestError, SamplingParams, TokenEvent
+from fastapi.concurrency import run_in_threadpool
+
+from jaxinfer.core import FinishReason, Limits, Logprob, Request, RequestError, SamplingParams, TokenEvent
 from jaxinfer.llm.beams import BeamSearch, BeamSearchParams, BeamSearchSequence
 from jaxinfer.server.wire import ApiError
-from jaxinfer.server.worker import EngineWorker
+from jaxinfer.server.worker import EngineWorker, Places
 
 _NO_LIMIT = 2**31
 """Stands for a max_tokens that was left out: it is cut to what fits behind each prompt."""
@@ -61,32 +64,54 @@ async def beam_events(
 ) -> AsyncGenerator[list[TokenEvent]]:
     """One event for each of the outputs of each request, all at the end; the best of a request has index 0.
 
-    Raises what `EngineWorker.submit` raises, and ApiError for a step that failed.
+    Raises what `EngineWorker.reserve` and `submit` raise, and ApiError for a step that failed.
     """
-    searches = [
-        BeamSearch(
-            request,
-            dataclasses.replace(
-                params,
-                max_tokens=min(params.max_tokens, limits.max_model_len - len(request.prompt_token_ids)),
-            ),
-            limits,
-        )
-        for request in requests
-    ]
-    while waiting := [search for search in searches if not search.done]:
-        asked = [search.requests() for search in waiting]
-        known = await _known(worker, [request for group in asked for request in group])
-        for search, group in zip(waiting, asked, strict=True):
-            search.take([known[request.request_id] for request in group])
+    with worker.reserve(params.beam_width * len(requests)) as places:
+        searches = [BeamSearch(request, _fitting(params, request, limits), limits) for request in requests]
+        failure: FinishReason = "abort"
+        try:
+            # What a step ranks and copies grows with the context: a thread has the time for it.
+            asked = await run_in_threadpool(_asked, searches)
+            while asked:
+                known = await _known(worker, [request for _, group in asked for request in group], places)
+                asked = await run_in_threadpool(_taken, asked, known)
+        except Exception:
+            failure = "error"
+            raise
+        finally:
+            for search in searches:
+                search.count(worker, None if search.done else failure)
     for request, search in zip(requests, searches, strict=True):
-        yield [_event(request, index, beam, decode) for index, beam in enumerate(search.best())]
+        yield await run_in_threadpool(_events, request, search, decode)
 
 
-async def _known(worker: EngineWorker, requests: Sequence[Request]) -> dict[str, dict[int, Logprob]]:
+type _Asked = list[tuple[BeamSearch, list[Request]]]
+
+
+def _fitting(params: BeamSearchParams, request: Request, limits: Limits) -> BeamSearchParams:
+    """With no more tokens than fit behind the prompt."""
+    fit = limits.max_model_len - len(request.prompt_token_ids)
+    return dataclasses.replace(params, max_tokens=min(params.max_tokens, fit))
+
+
+def _asked(searches: Sequence[BeamSearch]) -> _Asked:
+    """What those that are not done want to know next."""
+    return [(search, search.requests()) for search in searches if not search.done]
+
+
+def _taken(asked: _Asked, known: Mapping[str, dict[int, Logprob]]) -> _Asked:
+    """Tell searches what they asked for, and ask again."""
+    for search, group in asked:
+        search.take([known[request.request_id] for request in group])
+    return _asked([search for search, _ in asked])
+
+
+async def _known(
+    worker: EngineWorker, requests: Sequence[Request], places: Places
+) -> dict[str, dict[int, Logprob]]:
     """What is known of the one token of each request, by its id."""
     known: dict[str, dict[int, Logprob]] = {}
-    ticket = await worker.submit(requests)
+    ticket = await worker.submit(requests, places)
     try:
         async for events in ticket:
             for event in events:
@@ -97,6 +122,10 @@ async def _known(worker: EngineWorker, requests: Sequence[Request]) -> dict[str,
     finally:
         worker.cancel(ticket)
     return known
+
+
+def _events(request: Request, search: BeamSearch, decode: Callable[[Sequence[int]], str]) -> list[TokenEvent]:
+    return [_event(request, index, beam, decode) for index, beam in enumerate(search.best())]
 
 
 def _event(

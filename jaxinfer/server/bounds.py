@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.core import Limits, Request, RequestError
-from jaxinfer.server.worker import MAX_UNREAD, OverloadedError
+from jaxinfer.server.tickets import MAX_UNREAD
+from jaxinfer.server.worker import OverloadedError
 
 CHARACTERS_PER_TOKEN = 128
 """No vocabulary in use has a longer token (128 spaces), so a text of more than this many characters for each

@@ -78,7 +78,7 @@ class PartsResponse(Response):
 
 
 async def read_body(http: HttpRequest, most: int, within_s: float | None = None) -> bytes:
-    """The body, unless it is longer than `most` bytes: then ApiError 413, after as much of the rest as is soon
+    """The body, unless it is longer than `most` bytes: then ApiError 413, after what of the rest can soon be
     read; or not all there `within_s` from now: then ApiError 408. Either ends the connection: more may still
     be coming."""
     close = {"Connection": "close"}

@@ -18,20 +18,24 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
-from jaxinfer.core import EngineDeadError, JaxInferError, Limits, Request, RequestError, TokenEvent
+from jaxinfer.core import (
+    EngineDeadError,
+    FinishReason,
+    JaxInferError,
+    Limits,
+    Request,
+    RequestError,
+    TokenEvent,
+)
+from jaxinfer.server.questions import Question
+from jaxinfer.server.tickets import Ticket
 
 logger = logging.getLogger(__name__)
-
-COALESCE_AT = 32
-"""Unread events of one sequence that are merged into one."""
-
-MAX_UNREAD = 16_384
-"""Tokens and log-probabilities of each sequence that may wait to be read: some 4 MB at most. With more, which
-come after what lies in the socket, the reader is too slow. It is minutes of an answer without
-log-probabilities, and 780 tokens with 20 of them each."""
 
 FAILING_AT = 3
 """Failed steps in a row from which on the engine is not healthy. Two are what one bad request costs."""
@@ -66,156 +70,16 @@ class EngineLike(Protocol):
 
     def step(self) -> Iterable[TokenEvent]: ...
 
-
-class Ticket:
-    """The requests of one HTTP body, in the engine's hands, and the news of them not read yet.
-
-    Iterate it from the event loop that submitted it: each item is a non-empty list of TokenEvents, in
-    order per sequence. A reader slower than the engine gets merged events, so unread news is little more
-    than its text and tokens, and a SlowReaderError beyond MAX_UNREAD of them. Iteration ends after the last
-    sequence's end; it raises the error that ended the ticket early.
-    """
-
-    def __init__(self, requests: Sequence[Request], loop: asyncio.AbstractEventLoop):
-        self.requests = tuple(requests)
-        self.sequences = sum(request.sampling.n for request in requests)
-        self.unfinished = self.sequences
-        self.accepted: asyncio.Future[None] = loop.create_future()
-        self.loop = loop
-        self._news = asyncio.Event()
-        self._lock = threading.Lock()
-        # Unread news: level 0 as it came, each further level merged from the one before. Merging into one
-        # event each time would copy a long answer again and again; so a token is copied log32 of n times.
-        self._levels: list[list[TokenEvent]] = [[]]
-        self._unread = 0
-        self._error: Exception | None = None
-        self._ended = False
-
-    def __aiter__(self) -> Ticket:
-        return self
-
-    async def __anext__(self) -> list[TokenEvent]:
-        while True:
-            await self._news.wait()
-            with self._lock:
-                events = [event for level in reversed(self._levels) for event in level]
-                self._levels, self._unread = [[]], 0
-                if not self._ended:
-                    self._news.clear()
-                elif not events:
-                    break
-            if events:
-                return events
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
-
-    # The rest is the engine thread's side. `wake` must follow, on the ticket's loop.
-
-    def push(self, event: TokenEvent) -> None:
-        with self._lock:
-            if self._ended:  # by an error, of a reader too slow: the rest is not kept
-                return
-            self._file(event)
-            self._unread += len(event.token_ids) + sum(map(len, event.logprobs or ()))
-            if event.finish_reason is not None:
-                self.unfinished -= 1
-                self._ended = self.unfinished <= 0
-
-    def _file(self, event: TokenEvent) -> None:
-        self._levels[0].append(event)
-        for level, events in enumerate(self._levels):
-            if len(events) < COALESCE_AT * self.sequences:
-                break
-            if level + 1 == len(self._levels):
-                self._levels.append([])
-            self._levels[level + 1] += _coalesce(events)
-            self._levels[level] = []
-
-    def fail(self, error: Exception, *, keep: bool = True) -> None:
-        """End it by an error, after what is unread or (`keep` False) in its place."""
-        with self._lock:
-            self._error = error
-            self._ended = True
-            if not keep:
-                self._levels, self._unread = [[]], 0
-
-    @property
-    def overflows(self) -> bool:
-        """True when more is unread than is kept for a reader."""
-        return not self._ended and self._unread > MAX_UNREAD * self.sequences
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
-    def wake(self) -> None:
-        if not self.accepted.done():
-            if self._error is not None:
-                self.accepted.set_exception(self._error)
-            else:
-                self.accepted.set_result(None)
-        self._news.set()
+    def count_search(
+        self, prompt_tokens: int, outputs: Sequence[tuple[int, FinishReason]], seconds: float
+    ) -> None: ...
 
 
-def _coalesce(events: list[TokenEvent]) -> list[TokenEvent]:
-    """One event per sequence that says what its events said, in the order of their first ones."""
-    groups: dict[tuple[str, int], list[TokenEvent]] = defaultdict(list)
-    for event in events:
-        groups[event.request_id, event.index].append(event)
-    return [merge_events(group) for group in groups.values()]
+class Places:
+    """Places of so many sequences, kept from one ticket to the next (`EngineWorker.reserve`)."""
 
-
-def merge_events(events: Sequence[TokenEvent]) -> TokenEvent:
-    """The one event that says what these consecutive events of one sequence said."""
-    if len(events) == 1:
-        return events[0]
-    last = events[-1]
-    with_logprobs = any(e.logprobs is not None for e in events)
-    return TokenEvent(
-        request_id=last.request_id,
-        index=last.index,
-        text="".join(e.text for e in events),
-        token_ids=tuple(i for e in events for i in e.token_ids),
-        logprobs=tuple(p for e in events for p in e.logprobs or ()) if with_logprobs else None,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-        metrics=last.metrics,
-        prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
-    )
-
-
-class Question:
-    """Something to look at on the engine's thread, and the future of what was seen there."""
-
-    def __init__(self, look: Callable[[], Any], loop: asyncio.AbstractEventLoop):
-        self.answer: asyncio.Future[Any] = loop.create_future()
-        self._look, self._loop = look, loop
-
-    def put(self) -> None:
-        """Look, on this thread. What that raises is the asker's, and ends nothing else."""
-        if self.answer.cancelled():
-            return
-        try:
-            seen = self._look()
-        except Exception as error:
-            self.fail(error)
-        else:
-            self._settle(self.answer.set_result, seen)
-
-    def fail(self, error: Exception) -> None:
-        self._settle(self.answer.set_exception, error)
-
-    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
-        def tell() -> None:
-            if not self.answer.done():
-                settle(value)
-
-        try:
-            self._loop.call_soon_threadsafe(tell)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
-            logger.debug("an event loop closed before its question was answered")
+    def __init__(self, sequences: int):
+        self.sequences = sequences
 
 
 class EngineWorker:
@@ -237,7 +101,9 @@ class EngineWorker:
         self._engine = engine
         self._wakeup = threading.Condition()
         self._commands: list[tuple[str, Ticket]] = []  # guarded by _wakeup, as is all below
-        self._open: dict[Ticket, int] = {}  # every ticket from submit to its end, and its sequences
+        self._open: dict[Ticket, int] = {}  # every ticket from submit to its end, and places of its own
+        self._reserved: list[Places] = []
+        self._searches: list[Callable[[], None]] = []  # that have ended, for the engine to count
         self._questions: list[Question] = []
         self._stopping = False
         self._step_began: float | None = None
@@ -259,26 +125,50 @@ class EngineWorker:
                 "n",
             )
         with self._wakeup:
-            if self.death is not None:
-                raise EngineDeadError(f"the engine has stopped: {self.death}")
-            if self._stopping:
-                raise StoppingError("the server is shutting down")
-            load = sum(self._open.values())
+            self._check_alive()
+            load = self._load()
             if load + sequences > self.capacity:
                 raise OverloadedError(
                     f"{load} sequences run or wait and the server admits {self.capacity}; try again later"
                 )
 
-    async def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Hand requests over together; returns when the engine has taken all of them.
+    def _check_alive(self) -> None:
+        if self.death is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.death}")
+        if self._stopping:
+            raise StoppingError("the server is shutting down")
+
+    def _load(self) -> int:
+        return sum(self._open.values()) + sum(places.sequences for places in self._reserved)
+
+    @contextmanager
+    def reserve(self, sequences: int) -> Generator[Places]:
+        """Keep places for tickets that come one after the other. Raises as `check_room`."""
+        places = Places(sequences)
+        with self._wakeup:
+            self.check_room(sequences)
+            self._reserved.append(places)
+        try:
+            yield places
+        finally:
+            with self._wakeup:
+                self._reserved.remove(places)
+
+    async def submit(self, requests: Sequence[Request], places: Places | None = None) -> Ticket:
+        """Hand requests over together; returns when the engine has taken all of them. `places` that were
+        reserved have room for them; without, they need their own.
 
         Raises RequestError (the engine refused one: none of them runs), OverloadedError or
         EngineDeadError.
         """
         ticket = Ticket(requests, asyncio.get_running_loop())
         with self._wakeup:
-            self.check_room(ticket.sequences)
-            self._open[ticket] = ticket.sequences
+            if places is None:
+                self.check_room(ticket.sequences)
+            else:
+                assert ticket.sequences <= places.sequences, f"{ticket.sequences} of {places.sequences}"
+                self._check_alive()
+            self._open[ticket] = ticket.sequences if places is None else 0
             self._commands.append(("add", ticket))
             self._wakeup.notify()
         try:
@@ -304,13 +194,20 @@ class EngineWorker:
         """
         question = Question(look, asyncio.get_running_loop())
         with self._wakeup:
-            if self.death is not None:
-                raise EngineDeadError(f"the engine has stopped: {self.death}")
-            if self._stopping:
-                raise StoppingError("the server is shutting down")
+            self._check_alive()
             self._questions.append(question)
             self._wakeup.notify()
         return await question.answer
+
+    def count_search(
+        self, prompt_tokens: int, outputs: Sequence[tuple[int, FinishReason]], seconds: float
+    ) -> None:
+        """`Engine.count_search`, on the engine's thread, soon."""
+        with self._wakeup:
+            if self.death is None:
+                count = partial(self._engine.count_search, prompt_tokens, outputs, seconds)
+                self._searches.append(count)
+                self._wakeup.notify()
 
     def end(self) -> None:
         """Ask the thread to end after its current step; open tickets fail with StoppingError."""
@@ -328,7 +225,7 @@ class EngineWorker:
     def open_tickets(self) -> int:
         """Bodies whose requests run or wait."""
         with self._wakeup:
-            return len(self._open)
+            return len(self._reserved) + sum(places > 0 for places in self._open.values())
 
     def health(self) -> dict[str, Any]:
         """What is true of the thread now. `step_s` is how long the step in progress has taken.
@@ -347,7 +244,7 @@ class EngineWorker:
                 status = "stuck"
             return {
                 "status": "dead" if not alive else "stopping" if self._stopping else status,
-                "sequences": sum(self._open.values()),
+                "sequences": self._load(),
                 "capacity": self.capacity,
                 "step_s": None if seconds is None else round(seconds, 3),
                 "failed_in_a_row": failed,
@@ -371,12 +268,15 @@ class EngineWorker:
         """Obey what was asked, run one step, pass its events on. False when it is time to end."""
         with self._wakeup:
             self._step_began = None
-            while not (self._commands or self._questions or self._stopping or self._engine.has_work):
+            while not (self._is_asked or self._engine.has_work):
                 self._wakeup.wait()
             if self._stopping:
                 return False
             commands, self._commands = self._commands, []
+            searches, self._searches = self._searches, []
             self._step_began = time.monotonic()
+        for count in searches:
+            count()
         touched: dict[Ticket, None] = {}
         for what, ticket in commands:
             if what == "add":
@@ -404,6 +304,10 @@ class EngineWorker:
                 ticket.fail(error, keep=False)
         self._settle(touched)
         return True
+
+    @property
+    def _is_asked(self) -> bool:
+        return bool(self._commands or self._questions or self._searches or self._stopping)
 
     def _settle(self, touched: Iterable[Ticket]) -> None:
         """Free the places of tickets that have ended, and tell the readers of all of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ class ScriptedEngine:
     running: dict[str, dict[int, int]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
+    searches: list[tuple[int, list[tuple[int, str]]]] = field(default_factory=list)
     steps: int = 0
     failed_in_a_row: int = 0
 
@@ -64,6 +66,9 @@ class ScriptedEngine:
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
         self.running.pop(request_id, None)
+
+    def count_search(self, prompt_tokens: int, outputs: Sequence[tuple[int, str]], seconds: float) -> None:
+        self.searches.append((prompt_tokens, list(outputs)))
 
     def step(self) -> list[TokenEvent]:
         self.gate.wait()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from scripted import ScriptedEngine, ScriptedLLM
+from scripted import ScriptedEngine, ScriptedLLM, eventually
 from tiny import tiny_runner
 
 from jaxinfer.core import Limits
 from jaxinfer.llm import LLM
-from jaxinfer.llm.beams import BeamSearchParams
+from jaxinfer.llm.beams import BeamSearch, BeamSearchParams
 from jaxinfer.server.app import create_app
+from jaxinfer.server.beams import beam_events
+from jaxinfer.server.worker import EngineWorker, OverloadedError
 from jaxinfer.text import ByteTokenizer, ChatTemplate
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
@@ -122,6 +126,77 @@ def test_a_step_that_fails_fails_the_search(
         assert client.post(COMPLETIONS, json=body).status_code == 500
     assert client.post(COMPLETIONS, json=body).status_code == 200
     assert client.get("/load").json() == {"server_load": 0}
+
+
+def test_a_search_keeps_its_places_and_leaves_the_event_loop_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps nothing of it runs: others would take its places, and its next step would get 429."""
+    app, take = create_app(llm, max_queue=0), BeamSearch.take
+    seen: list[tuple[int, int, bool]] = []
+
+    def looking(self: BeamSearch, *args: Any) -> None:
+        try:
+            asyncio.get_running_loop()
+            on_loop = True
+        except RuntimeError:
+            on_loop = False
+        worker = app.state.worker
+        seen.append((worker.health()["sequences"], worker.open_tickets, on_loop))
+        with pytest.raises(OverloadedError):
+            worker.check_room(1)
+        take(self, *args)
+
+    monkeypatch.setattr(BeamSearch, "take", looking)
+    with TestClient(app) as client:
+        body = {"prompt": "abc", "n": 4, "max_tokens": 3, "use_beam_search": True}
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+        assert eventually(lambda: client.get("/health").json()["sequences"] == 0)
+        assert client.post(COMPLETIONS, json={**body, "n": 5}).status_code == 400
+    assert seen == [(4, 1, False)] * 3
+
+
+def test_a_search_counts_as_one_request(llm: LLM, client: TestClient) -> None:
+    before = llm.engine.stats()
+    first = llm.engine.histograms.time_to_first_token.snapshot()[0][-1]
+    body = {"prompt": "abc", "n": 3, "max_tokens": 4, "use_beam_search": True, "ignore_eos": True}
+    usage = client.post(COMPLETIONS, json=body).json()["usage"]
+    assert eventually(lambda: llm.engine.stats()["requests"] > before["requests"])
+    after = llm.engine.stats()
+    assert after["requests"] - before["requests"] == 1
+    assert after["prompt_tokens"] - before["prompt_tokens"] == usage["prompt_tokens"] == 3
+    assert after["generated_tokens"] - before["generated_tokens"] == usage["completion_tokens"] == 12
+    assert after["finished"]["length"] - before["finished"]["length"] == 3
+    assert llm.engine.histograms.time_to_first_token.snapshot()[0][-1] == first
+    assert after["computed_tokens"] - before["computed_tokens"] >= 1 + 3 * 3
+
+
+@pytest.mark.anyio
+async def test_a_search_that_nobody_waits_for_any_more_gives_its_places_back(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = EngineWorker(llm.engine, llm.limits, max_queue=0)
+    worker.start()
+    taken, take, aborted = threading.Event(), BeamSearch.take, llm.engine.stats()["finished"]["abort"]
+    monkeypatch.setattr(BeamSearch, "take", lambda *a: (take(*a), taken.set()))
+    try:
+        request = llm.prepare("abc", {"max_tokens": 20, "ignore_eos": True})
+        params = BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True)
+        found = beam_events(worker, [request], params, llm.limits, lambda _: "")
+        searching = asyncio.ensure_future(anext(found))
+        assert await asyncio.to_thread(taken.wait, 30)
+        searching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await searching
+        await found.aclose()
+        assert await asyncio.to_thread(eventually, lambda: worker.health()["sequences"] == 0)
+        worker.check_room(4)
+        assert await asyncio.to_thread(
+            eventually, lambda: llm.engine.stats()["finished"]["abort"] == aborted + 4
+        )
+        assert await asyncio.to_thread(eventually, lambda: llm.engine.stats()["running"] == 0)
+    finally:
+        await asyncio.to_thread(worker.stop)
 
 
 # ---------------------------------------------------------------------------- several conversations

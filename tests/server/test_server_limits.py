@@ -14,7 +14,8 @@ from jaxinfer.server import bounds
 from jaxinfer.server.app import create_app
 from jaxinfer.server.launch import ServerConfig
 from jaxinfer.server.logs import JsonLines, PlainLines
-from jaxinfer.server.worker import MAX_UNREAD, EngineWorker, SlowReaderError
+from jaxinfer.server.tickets import MAX_UNREAD
+from jaxinfer.server.worker import EngineWorker, SlowReaderError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMITS = Limits(

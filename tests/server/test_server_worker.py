@@ -9,7 +9,8 @@ import pytest
 from scripted import ScriptedEngine, ScriptedLLM, eventually
 
 from jaxinfer.core import EngineDeadError, RequestError, SamplingParams
-from jaxinfer.server.worker import EngineWorker, OverloadedError, StoppingError, merge_events
+from jaxinfer.server.tickets import merge_events
+from jaxinfer.server.worker import EngineWorker, OverloadedError, StoppingError
 
 pytestmark = pytest.mark.anyio
 

@@ -2,15 +2,15 @@
 
     app = create_app(LLM("smollm2-135m"), api_key="secret")
 
-A handler reads and checks a body, prepares its requests, hands them to the engine's thread and writes what
-comes back. A client that goes away is noticed whether it streams or not, and its requests are cancelled.
+A handler reads a body, has it checked (`asked.py`), prepares its requests, hands them to the engine's thread and
+writes what comes back. A client that goes away is noticed whether it streams or not, and its requests are
+cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -31,24 +30,17 @@ from starlette.responses import Response
 
 from jaxinfer.core import JaxInferError, Request, RequestError, TokenEvent
 from jaxinfer.server import wire
-from jaxinfer.server.answers import Answer, ChatAnswer, CompletionAnswer, Wanted, news_size
-from jaxinfer.server.batch import BatchChatAnswer
+from jaxinfer.server.answers import Answer, news_size
+from jaxinfer.server.asked import Asked, Bodies
 from jaxinfer.server.beams import beam_events
-from jaxinfer.server.bounds import LogprobRoom, check_texts, logprob_entries, texts_of
+from jaxinfer.server.bounds import LogprobRoom, logprob_entries
 from jaxinfer.server.guards import HostCheck, key_check, origin_check
 from jaxinfer.server.live import LiveFeed, page_routes
 from jaxinfer.server.metrics import Metrics, RequestCounts
 from jaxinfer.server.openapi import openapi
 from jaxinfer.server.schema import (
-    BatchChatBody,
-    ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    has_messages,
-    parse_body,
 )
-from jaxinfer.server.tools import OPENING, CallForm
 from jaxinfer.server.transport import (
     AccessLog,
     Crowd,
@@ -66,9 +58,11 @@ from jaxinfer.server.worker import EngineWorker
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
-    from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 << 20
+
+READ_AT_ONCE = 64 << 10
+"""Bytes of a body that is read and checked on the event loop: some milliseconds."""
 
 
 def create_app(
@@ -111,7 +105,8 @@ def create_app(
         watching.cancel()
         live.close()
         await run_in_threadpool(worker.stop)
-        handlers.writer.shutdown(wait=False, cancel_futures=True)
+        for pool in (handlers.writer, handlers.reader):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="jaxinfer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.root_path = root_path
@@ -181,70 +176,28 @@ class _Handlers:
         self.names_as_ids = self.force_usage = False
         self.max_body_bytes, self.receive_seconds = max_body_bytes, receive_seconds
         self.started_at = int(time.time())
-        self.call_form = self._call_form()
+        self.bodies = Bodies(llm, worker, names)
         self.logprobs = LogprobRoom()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="jaxinfer-writer")  # see `_written`
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="jaxinfer-reader")  # see `_read`
 
     async def completions(self, http: HttpRequest) -> Response:
-        return await self._complete(http, await self._read(http, CompletionBody))
+        return await self._answer(http, await self._read(http, self.bodies.completion))
 
     async def chat_completions(self, http: HttpRequest) -> Response:
-        return await self._chat(http, await self._read(http, ChatBody))
+        return await self._answer(http, await self._read(http, self.bodies.chat))
 
     async def chat_batch(self, http: HttpRequest) -> Response:
-        body = await self._read(http, BatchChatBody)
-        body.check_batch()
-        sampling = body.sampling()
-        given = [body.template_input(conversation) for conversation in body.messages]
-        self.worker.check_room(len(given))
-        for messages, _ in given:
-            check_texts(texts_of(messages), self.llm.limits, "messages")
-
-        def prepare() -> list[Request]:
-            return [self.llm.prepare_chat(m, sampling, **body.options(), **options) for m, options in given]
-
-        return await self._answer(http, body, prepare, BatchChatAnswer, body.wanted(None))
+        return await self._answer(http, await self._read(http, self.bodies.chat_batch))
 
     async def invocations(self, http: HttpRequest) -> Response:
-        """What SageMaker calls, as vLLM serves it: a chat where there are messages, and else a completion."""
-        raw = await read_body(http, self.max_body_bytes, self.receive_seconds)
-        if has_messages(raw):
-            return await self._chat(http, self._parsed(raw, ChatBody))
-        return await self._complete(http, self._parsed(raw, CompletionBody))
-
-    async def _complete(self, http: HttpRequest, body: CompletionBody) -> Response:
-        sampling = body.sampling()
-        prompts = body.prompts()
-        self.worker.check_room(len(prompts) * sampling.get("n", 1))  # before any time goes into tokenising
-        for prompt in prompts:
-            check_texts([prompt], self.llm.limits, "prompt")
-
-        def prepare() -> list[Request]:
-            return [self.llm.prepare(prompt, sampling, **body.options()) for prompt in prompts]
-
-        wanted = replace(body.wanted(), beams=body.beams(sampling))
-        return await self._answer(http, body, prepare, CompletionAnswer, wanted)
-
-    async def _chat(self, http: HttpRequest, body: ChatBody) -> Response:
-        tools = body.tool_use(form=self.call_form)
-        sampling = body.sampling(tools)
-        shown = self.call_form is not None and tools is not None
-        messages, options = body.template_input(body.messages, with_tools=shown)
-        self.worker.check_room(sampling.get("n", 1))
-        check_texts(texts_of(messages), self.llm.limits, "messages")
-        check_texts([json.dumps(options.get("tools"))], self.llm.limits, "tools")
-
-        def prepare() -> list[Request]:
-            return [self.llm.prepare_chat(messages, sampling, **body.options(), **options)]
-
-        wanted = replace(body.wanted(tools), beams=body.beams(sampling))
-        return await self._answer(http, body, prepare, ChatAnswer, wanted)
+        return await self._answer(http, await self._read(http, self.bodies.invocation))
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._card(name) for name in self.names]})
 
     async def model(self, name: str) -> Response:
-        self._check_model(name)
+        self.bodies.check_model(name)
         return json_response(self._card(name))
 
     async def version(self) -> Response:
@@ -259,15 +212,14 @@ class _Handlers:
         return json_response(health, 200 if health["status"] == "ok" else 503)
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await self._read(http, TokenizeBody)
-        check_texts([body.prompt], self.llm.limits, "prompt")
-        ids = await run_in_threadpool(self._token_ids, body)
-        spelled = self._tokenizer().convert_ids_to_tokens(ids) if body.return_token_strs else None
+        ids, spelled = await run_in_threadpool(await self._read(http, self.bodies.tokenize))
         most = self.llm.limits.max_model_len
-        return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": spelled})
+        told = {"count": len(ids), "max_model_len": most, "tokens": list(ids), "token_strs": spelled}
+        parts = await self._written(2 * len(ids), lambda: wire.grouped(wire.encoded_parts(told)))
+        return PartsResponse(parts, lambda: None)
 
     async def tokenizer_info(self) -> Response:
-        tokenizer, template = self._tokenizer(), self.llm.chat_template
+        tokenizer, template = self.bodies.tokenizer(), self.llm.chat_template
         return json_response({
             "tokenizer_class": type(tokenizer).__name__,
             "model_max_length": self.llm.limits.max_model_len,
@@ -278,33 +230,19 @@ class _Handlers:
         })  # fmt: skip
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body = await self._read(http, DetokenizeBody)
-        size = self.llm.limits.vocab_size
-        for i, token_id in enumerate(body.tokens):
-            if not 0 <= token_id < size:
-                raise RequestError(f"tokens[{i}] is {token_id}; token ids go from 0 to {size - 1}", "tokens")
-        tokenizer = self._tokenizer()
-        text = await run_in_threadpool(tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return json_response({"prompt": text})
+        spell = await self._read(http, self.bodies.detokenize)
+        return json_response({"prompt": await run_in_threadpool(spell)})
 
     # ----------------------------------------------------------------------------------------- parts
 
-    async def _read[Body: BaseModel](self, http: HttpRequest, model: type[Body]) -> Body:
-        return self._parsed(await read_body(http, self.max_body_bytes, self.receive_seconds), model)
-
-    def _parsed[Body: BaseModel](self, raw: bytes, model: type[Body]) -> Body:
-        body = parse_body(raw, model)
-        self._check_model(getattr(body, "model", None))
-        return body
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist; this server has {', '.join(map(repr, self.names))}",
-                param="model",
-                code="model_not_found",
-            )
+    async def _read[Result](self, http: HttpRequest, check: Callable[[bytes], Result]) -> Result:
+        """What `check` makes of the body. Of a large one that takes a second, which the event loop does not
+        have; on a thread most of it is Python, which lets others run. One thread: several at once would take
+        no less time, and more of it from the others."""
+        raw = await read_body(http, self.max_body_bytes, self.receive_seconds)
+        if len(raw) <= READ_AT_ONCE:
+            return check(raw)
+        return await asyncio.get_running_loop().run_in_executor(self.reader, check, raw)
 
     def _card(self, name: str) -> dict[str, Any]:
         return {
@@ -316,12 +254,6 @@ class _Handlers:
             "parent": None,
             "max_model_len": self.llm.limits.max_model_len,
         }
-
-    def _call_form(self) -> CallForm | None:
-        template, tokenizer = self.llm.chat_template, self.llm.tokenizer
-        if template is None or not template.takes_tools:
-            return None
-        return CallForm(template.tags_calls, tokenizer is not None and OPENING in tokenizer.special_texts.ids)
 
     def _token_bytes(self, token_id: int, text: str) -> bytes:
         """A folder without a tokenizer serves token ids: its tokens have no text and no bytes."""
@@ -340,36 +272,8 @@ class _Handlers:
             for request in requests
         ]
 
-    def _tokenizer(self) -> Tokenizer:
-        if self.llm.tokenizer is None:
-            raise RequestError("this model has no tokenizer; it is served by token ids", "prompt")
-        return self.llm.tokenizer
-
-    def _token_ids(self, body: TokenizeBody) -> Sequence[int]:
-        """What a generating endpoint would run of this prompt, were it short enough."""
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("give either prompt or messages", "prompt")
-        if body.prompt is not None:
-            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
-                if getattr(body, name) is not None:
-                    raise RequestError(f"{name} belongs to messages; leave it out beside prompt", name)
-            self._tokenizer()
-            return self.llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        if body.tools and self.call_form is None:
-            raise RequestError("this model's chat template has no place for tools", "tools")
-        messages, options = body.template_input(body.messages)
-        check_texts(texts_of(messages), self.llm.limits, "messages")
-        check_texts([json.dumps(options.get("tools"))], self.llm.limits, "tools")
-        return self.llm.encode_chat(messages, add_special_tokens=bool(body.add_special_tokens), **options)
-
-    async def _answer(
-        self,
-        http: HttpRequest,
-        body: CompletionBody | ChatBody | BatchChatBody,
-        prepare: Callable[[], Sequence[Request]],
-        kind: type[Answer],
-        wanted: Wanted,
-    ) -> Response:
+    async def _answer(self, http: HttpRequest, asked: Asked) -> Response:
+        body, wanted = asked.body, asked.wanted
         if body.return_tokens_as_token_ids is None and self.names_as_ids:
             wanted = replace(wanted, names_as_ids=True)
         if self.force_usage:
@@ -377,7 +281,7 @@ class _Handlers:
         # Tokenising a long prompt takes a while and lets go of the GIL: other streams must not wait for it.
         # So does a schema, and one that is no schema ends here: never on the engine's thread.
         try:
-            requests = await run_in_threadpool(prepare)
+            requests = await run_in_threadpool(asked.prepare)
             entries = logprob_entries(requests, self.llm.limits, stream=bool(body.stream))
         except RequestError as error:
             raise body.renamed(error) from None
@@ -385,7 +289,7 @@ class _Handlers:
         if wanted.echo:
             spell = partial(self._prompt_texts, requests)
             texts = await run_in_threadpool(spell) if isinstance(body, CompletionBody) else body.echoes()
-        answer = kind(
+        answer = asked.kind(
             requests, self.model_name, token_bytes=self._token_bytes, wanted=wanted, prompt_texts=texts
         )
         http.state.answer = answer  # for the line in the log

@@ -5,16 +5,20 @@ wait, and news that nobody reads)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.core import Limits, Request, RequestError
+from jaxinfer.engine.validate import TOO_LONG
 from jaxinfer.server.tickets import MAX_UNREAD
 from jaxinfer.server.worker import OverloadedError
 
 CHARACTERS_PER_TOKEN = 128
 """No vocabulary in use has a longer token (128 spaces), so a text of more than this many characters for each
 token of max_model_len is refused without tokenising it, which takes a second a megabyte."""
+
+FEW = 4096
+"""Entries that any list or object of a body may have."""
 
 MAX_LOGPROB_ENTRIES = 1_000_000
 """Most log-probabilities that one answer may come to hold, at some 250 bytes and 3.5 us of JSON each: one
@@ -36,6 +40,55 @@ def check_texts(texts: Iterable[object], limits: Limits, param: str) -> None:
             f"at most {most} characters are looked at",
             param,
         )
+
+
+def check_counts(body: Mapping[str, Any], limits: Limits) -> None:
+    """Raise RequestError for more messages, parts or token ids than could fit into the model, and for other
+    lists and objects of more entries than there are tokens: before a look at each of them, which takes a
+    second a million. `body` is as it was sent, of any shape."""
+    most = limits.max_model_len
+    for where, got in _messages_in(body.get("messages")):
+        if got > most:
+            raise RequestError(f"{where} are {got}; at most {most} (max_model_len) are looked at", "messages")
+    tokens = body.get("tokens")
+    if isinstance(tokens, list) and len(tokens) > most:
+        raise RequestError(
+            f"tokens has {len(tokens)} token ids; at most {most} (max_model_len) are looked at", "tokens"
+        )
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and body.get("truncate_prompt_tokens") is None:
+        prompts = [prompt] if isinstance(prompt[0], int) else prompt
+        longest = max((len(one) for one in prompts if isinstance(one, list)), default=0)
+        if longest > most:
+            raise RequestError(
+                f"the prompt has {longest} tokens, and this model's maximum context length is {most} tokens "
+                f"of prompt and output together (max_model_len); shorten the prompt to at most {most - 1}",
+                "prompt",
+                TOO_LONG,
+            )
+    entries = max(most, limits.vocab_size, FEW)
+    for name, value in body.items():
+        inner = value.items() if isinstance(value, dict) and len(value) <= FEW else ()
+        for where, item in [(name, value), *((f"{name}.{key}", item) for key, item in inner)]:
+            if isinstance(item, (list, dict)) and len(item) > entries and where not in ("prompt", "tokens"):
+                raise RequestError(f"{where} has {len(item)} entries; at most {entries} are looked at", where)
+
+
+def _messages_in(messages: Any) -> Iterator[tuple[str, int]]:
+    """The numbers of messages, or of conversations, and of what lies in the messages of each."""
+    if not isinstance(messages, list):
+        return
+    yield "messages", len(messages)
+    for i, conversation in enumerate(messages if messages and isinstance(messages[0], list) else [messages]):
+        if not isinstance(conversation, list):
+            continue
+        where = "messages" if conversation is messages else f"messages[{i}]"
+        yield where, len(conversation)
+        maps = [message for message in conversation if isinstance(message, dict)]
+        for name in ("content", "tool_calls"):
+            lists = (message.get(name) for message in maps)
+            yield f"the parts of {where}, {name},", sum(len(part) for part in lists if isinstance(part, list))
+        yield f"the members of a message of {where}", max(map(len, maps), default=0)
 
 
 def texts_of(messages: Iterable[Mapping[str, Any]]) -> Iterable[object]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from jaxinfer.core import RequestError
 from jaxinfer.server.structures import Strict, refuse_constant
@@ -16,6 +17,32 @@ _NOT_FOR_TEMPLATES = frozenset({
     "priority", "cache_salt", "timeout_s", "bos_token", "eos_token", "self",
 })  # fmt: skip
 """Names that have a parameter of their own, or that are the server's."""
+
+
+PIECE = 256
+"""Entries of a list that are checked in one go."""
+
+
+def in_pieces(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """A validator of lists, around the one of all of it: pydantic keeps the GIL from the first entry to the
+    last, and other threads wait."""
+    if not isinstance(value, list) or len(value) <= PIECE:
+        return check(value)
+    checked: list[Any] = []
+    for start in range(0, len(value), PIECE):
+        try:
+            checked += check(value[start : start + PIECE])
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            raise ValidationError.from_exception_data(error.title, [
+                InitErrorDetails(
+                    type=PydanticCustomError(one["type"], one["msg"]),  # pyright: ignore[reportArgumentType]
+                    loc=(start + int(one["loc"][0]), *one["loc"][1:]),
+                    input=None,
+                )
+                for one in found
+            ]) from None  # fmt: skip
+    return checked
 
 
 class ContentPart(Strict):
@@ -47,12 +74,12 @@ class Message(Strict):
     have (Llama's `ipython`) are for the model's template to write, or to refuse."""
 
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], WrapValidator(in_pieces)] | None = None
     name: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of OpenAI's answers: empty
     refusal: None = None
     audio: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], WrapValidator(in_pieces)] | None = None
     tool_call_id: str | None = None
     function_call: None = None
     parsed: Any = None  # of OpenAI's SDK, which read it out of `content`
@@ -86,6 +113,9 @@ class Message(Strict):
         return message
 
 
+Messages = Annotated[list[Message], WrapValidator(in_pieces)]
+
+
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": _object_or_none(call.function.arguments)}
     known = {"type": call.type, "function": function}
@@ -106,7 +136,7 @@ class Conversation(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], WrapValidator(in_pieces)] | None = None
 
     def template_input(
         self, messages: list[Message] | None, *, with_tools: bool = True

@@ -9,16 +9,17 @@ value that asks for nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, PlainValidator, ValidationError, WithJsonSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from jaxinfer.core import MAX_LOGPROBS, STRUCTURES, RequestError, SamplingParams
 from jaxinfer.llm.beams import BeamSearchParams
 from jaxinfer.server.answers import Wanted
 from jaxinfer.server.beams import beam_params
-from jaxinfer.server.messages import Conversation, Message
+from jaxinfer.server.messages import Conversation, Message, Messages, in_pieces
 from jaxinfer.server.structures import ResponseFormat, Strict, StructuredOutputs, refuse_constant
 from jaxinfer.server.tools import CallForm, ToolChoice, ToolUse, tool_use
 
@@ -311,7 +312,7 @@ class _Chat(_Sampled, Conversation):
 class ChatBody(_Chat):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Messages
 
     def echoes(self) -> list[str]:
         """What `echo` puts before the answer to each conversation."""
@@ -327,7 +328,7 @@ class ChatBody(_Chat):
 class BatchChatBody(_Chat):
     """The body of POST /v1/chat/completions/batch (vLLM's): several conversations, one answer to each."""
 
-    messages: list[list[Message]]
+    messages: Annotated[list[Messages], WrapValidator(in_pieces)]
 
     def echoes(self) -> list[str]:
         """As `ChatBody.echoes`."""
@@ -358,7 +359,7 @@ class TokenizeBody(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -382,18 +383,23 @@ def has_messages(raw: bytes) -> bool:
     return isinstance(value, dict) and "messages" in value
 
 
-def parse_body[Body: BaseModel](raw: bytes, model: type[Body]) -> Body:
-    """Read one JSON body strictly. Raises RequestError with the parameter at fault named."""
+def parse_body[Body: BaseModel](
+    raw: bytes, model: type[Body], check: Callable[[dict[str, Any]], None] | None = None
+) -> Body:
+    """Read one JSON body strictly. Raises RequestError with the parameter at fault named. `check` sees the
+    object before a look at each part of it, and may raise."""
     try:
         # From bytes, json.loads would guess UTF-16 and let encoded surrogates pass; and it reads NaN.
         value = json.loads(raw.decode("utf-8"), parse_constant=refuse_constant)
-        if b"\\ud" in raw.lower():
-            _refuse_lone_surrogates(value)
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RequestError(f"the body is not valid JSON: {why}") from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {type(value).__name__}")
+    if check is not None:
+        check(value)
+    if b"\\ud" in raw.lower():
+        _refuse_lone_surrogates(value)
     _refuse_not_served(value, model)
     try:
         return model.model_validate(value)
@@ -405,11 +411,21 @@ def parse_body[Body: BaseModel](raw: bytes, model: type[Body]) -> Body:
 
 def _refuse_lone_surrogates(value: Any) -> None:
     """Half of a surrogate pair is a string in Python and no text: no tokenizer or answer could carry it."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"it holds a lone surrogate (\\u{ord(half):04x}), which is no text") from None
+    waiting = [value]
+    while waiting:  # not by json.dumps, which keeps the GIL
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += one.keys()
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, str) and not one.isascii():
+            try:
+                one.encode("utf-8")
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                why = f"it holds a lone surrogate (\\u{ord(half):04x}), which is no text"
+                raise RequestError(f"the body is not valid JSON: {why}") from None
 
 
 def _refuse_not_served(body: dict[str, Any], model: type[BaseModel]) -> None:
@@ -436,11 +452,16 @@ def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
     )
 
 
+MAX_FAULTS = 10_000
+"""Faults of a body that are looked at to tell the one that says most."""
+
 _UNION_MEMBERS = ("str", "int", "ContentPart", "NamedTool")
 
 
 def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestError:
     """One fault in OpenAI's words: `messages[0].content: Input should be a valid string`."""
+    if error.error_count() > MAX_FAULTS:
+        return RequestError(f"the body has {error.error_count()} faults, too many to look at")
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = max(errors, key=lambda e: len(e["loc"]))  # of a union, the member that got furthest
     where = ""

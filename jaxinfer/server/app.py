@@ -2,8 +2,8 @@
 
     app = create_app(LLM("smollm2-135m"), api_key="secret")
 
-A handler reads a body, has it checked (`asked.py`), prepares its requests, hands them to the engine's thread and
-writes what comes back. A client that goes away is noticed whether it streams or not, and its requests are
+A handler reads a body, has it checked (`asked.py`), prepares its requests, hands them to the engine's thread
+and writes what comes back. A client that goes away is noticed whether it streams or not, and its requests are
 cancelled.
 """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,19 @@ from small_models import LENGTH, byte_llm, logprobs_of
 from tiny import TINY, random_tensors
 
 from jaxinfer.core import ConfigError, RequestError
-from jaxinfer.lab.evaluate import Text, Windowing, evaluate_perplexity, read_text
+from jaxinfer.lab.compare import figures
+from jaxinfer.lab.evaluate import (
+    ModelResults,
+    Report,
+    Text,
+    Windowing,
+    evaluate_perplexity,
+    perplexity,
+    read_text,
+)
 from jaxinfer.lab.evaluate.estimate import mean, ratio
 from jaxinfer.lab.evaluate.perplexity import text_spans, windows_of
+from jaxinfer.lab.evaluate.scoring import Scored
 from jaxinfer.text.tokenizer import ByteTokenizer, Tokenizer, set_post_processor
 
 TEXT = "The cat sat on the mat, and thé dog did not. " * 4
@@ -147,6 +159,34 @@ WRONG_WINDOWS = (
 def test_windows_that_cannot_be_are_refused(wrong) -> None:
     with pytest.raises(ConfigError):
         Windowing(**wrong)
+
+
+@pytest.mark.parametrize("nats", [400.0, 700.0, 5000.0])
+def test_a_bad_model_has_figures_that_are_json(llm, monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
+    """e^400 is a number and its square is none."""
+
+    def bad(llm: Any, spans: list[Any], title: str) -> list[Scored]:
+        sizes = [len(span.token_ids) - span.first for span in spans]
+        return [
+            Scored((-nats - place,) * size, (9,) * size) for place, size in enumerate(sizes)
+        ]  # no two windows are equally bad
+
+    monkeypatch.setattr(perplexity, "score_spans", bad)
+    (found,) = evaluate_perplexity(llm, [Text(name="t", content=TEXT)], Windowing(window=32, stride=32))
+    results = ModelResults(model="bad", parameters_dtype="f", kv_cache_dtype="f", perplexity=(found,))
+    (written,) = json.loads(json.dumps(Report(results=results).as_json(), allow_nan=False))["model"][
+        "perplexity"
+    ]
+    json.dumps(figures.plain(found.per_token), allow_nan=False)
+    assert written["per_token"] == figures.plain(found.per_token)
+    assert (written["per_token"]["value"] is None) == (nats > 709)
+    if nats == 400.0:
+        relative = found.nll_per_token.stderr
+        assert relative is not None
+        assert written["per_token"]["stderr"] == pytest.approx(relative * found.per_token.value)
+    if nats > 709:
+        assert written["per_token"]["stderr"] is None
+    assert Report(results=results).as_table()
 
 
 def test_texts_that_cannot_be_measured_are_refused(llm, tmp_path: Path) -> None:

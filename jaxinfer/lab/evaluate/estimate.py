@@ -13,7 +13,7 @@ class Estimate:
     makes unit i unlike the others), to first order. They sum to 0.
 
     The standard error is that of the delta method, sqrt(n / (n - 1) · Σ influence²): of a mean it is the
-    usual s / sqrt(n). None below two units. Figures over the same units have a paired difference (`minus`),
+    usual s / sqrt(n). None below two units, and past a float's range. Figures over the same units have a paired difference (`minus`),
     whose error is smaller than that of two samples: what is hard for one model is hard for the other.
     """
 
@@ -23,9 +23,11 @@ class Estimate:
     @property
     def stderr(self) -> float | None:
         count = len(self.influence)
-        if count < 2 or not all(map(math.isfinite, self.influence)):
+        if count < 2:
             return None
-        return math.sqrt(count / (count - 1) * math.fsum(x * x for x in self.influence))
+        # hypot scales: of a perplexity of 1e200 the squares would be infinite, and the root is not.
+        found = math.sqrt(count / (count - 1)) * math.hypot(*self.influence)
+        return found if math.isfinite(found) else None
 
     def minus(self, other: Estimate) -> Estimate:
         """self - other, paired where both are of the same number of units."""

@@ -164,7 +164,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 def _plain(value: Any) -> Any:
     """A result as JSON has it; what is not finite is null."""
     if isinstance(value, Estimate):
-        return {"value": _plain(value.value), "stderr": value.stderr}
+        return {"value": _plain(value.value), "stderr": value.stderr}  # finite, or None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):

@@ -44,9 +44,10 @@ def context(
             f"prompts of {list(lengths)} tokens and {output} of output must be at least 1 and fit in {most}"
         )
     check(lengths, output, repeats)
-    bench.warm_up(same_batch(lengths[0], output, 1, 1, seed)[0], warm_up)
     runs = []
     for length in lengths:
+        # Each length runs programs of its own, and what compiles one is no time to a first token.
+        bench.warm_up(same_batch(length, output, 1, 1, seed + length)[0], warm_up)
         measured = bench.measure_repeated(
             same_batch(length, output, 1, repeats, seed + length), f"measuring {length} tokens of context"
         )

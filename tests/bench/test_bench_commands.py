@@ -15,7 +15,7 @@ from served_answers import LIMITS
 from serving import serving
 
 from jaxinfer import cli
-from jaxinfer.bench import read_log
+from jaxinfer.bench import read_log, workbench
 from jaxinfer.cli.flags import EngineFlags
 from jaxinfer.llm import LLM
 from jaxinfer.server.app import create_app
@@ -161,6 +161,26 @@ def test_context(run, tmp_path: Path) -> None:
     assert report["runs"][0]["peak_bytes"] > 0
     status, lines, _ = run("context", "m", "--output", "4", "--contexts", "16", "64")
     assert [result["context"] for result in checked(lines)["runs"]] == [16, 64]
+
+
+def test_context_warms_up_every_length(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length that was not run yet may compile, and its only repeat would be that."""
+    ran: list[tuple[str, int]] = []
+    warm_up, measure = workbench.run_warm_up, workbench.Workbench.measure_repeated
+
+    def warmed(target: Any, load: Any, advance: Any) -> Any:
+        ran.append(("warm-up", load.arrivals[0].num_prompt))
+        return warm_up(target, load, advance)
+
+    def measured(bench: Any, loads: Any, title: str) -> Any:
+        ran.append(("measured", loads[0].arrivals[0].num_prompt))
+        return measure(bench, loads, title)
+
+    monkeypatch.setattr(workbench, "run_warm_up", warmed)
+    monkeypatch.setattr(workbench.Workbench, "measure_repeated", measured)
+    status, _, _ = run("context", "m", "--output", "4", "--contexts", "16", "64", "--repeats", "1")
+    assert status == 0
+    assert ran == [("warm-up", 16), ("measured", 16), ("warm-up", 64), ("measured", 64)]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jaxinfer.bench.records import RequestRecord, Status
 from jaxinfer.config import EngineConfig, StepShape, shape_ladder
 from jaxinfer.core import ConfigError, Limits
 from jaxinfer.llm import LLM
+from jaxinfer.llm.caching import no_prefix_caching
 from jaxinfer.planner import (
     MEASURED,
     DeviceSheet,
@@ -112,7 +113,8 @@ class Predictor:
         return cls(
             limits=limits, time=time,
             ladder=shape_ladder(limits.max_num_seqs, limits.max_num_batched_tokens, platform=sheet.platform),
-            policy=on.scheduling_policy, prefix_caching=on.enable_prefix_caching,
+            policy=on.scheduling_policy,
+            prefix_caching=on.enable_prefix_caching and not no_prefix_caching(limits, config),
             asynchronous=on.async_scheduling, basis=basis, sheet=sheet,
         )  # fmt: skip
 

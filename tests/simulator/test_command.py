@@ -71,6 +71,19 @@ def test_the_flags_of_the_engine_do_something(capsys: pytest.CaptureFixture[str]
     assert cached["simulated"]["ttft_s"]["p50"] < computed["simulated"]["ttft_s"]["p50"]
 
 
+def test_prefixes_are_shared_where_the_engine_shares_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model whose answers alone choose pages the engine keeps no prefix cache (llm/caching.py)."""
+    shared = [*SMALL[:4], "--prompt", "16", "--output", "40", "--shared-prefix", "512"]
+
+    def cached(span: str) -> int:
+        _, value = simulate(*ON_H200, *shared, "--attention-span", span, capsys=capsys)
+        return value["simulated"]["cached_tokens"]
+
+    assert cached("topk-pages:4,from:0") > 0
+    assert cached("topk-pages:4") == 0
+    assert cached("window:128") == 0
+
+
 def test_an_objective_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
     _, value = simulate(*ON_H200, *SMALL, "--slo", "ttft_p95=1us", capsys=capsys)
     assert not value["slo"]["holds"]

@@ -94,6 +94,32 @@ def test_what_matters_to_a_cell_renames_it(texts: Texts, changes: dict, kept: li
     assert not set(names(texts)) & set(names(texts, source="another"))
 
 
+def test_each_shape_is_timed_once(texts: Texts) -> None:
+    """A budget is spread by each method in its own way; of stated heads the method says nothing."""
+
+    def timed(variant: dict, **changes) -> list[str]:
+        changes |= {"variant": [variant], "speed": {"contexts": [8]}, "grid__methods": ["mean", "random"]}
+        recipe_of = parse_recipe(recipe(**changes))
+        return [str(cell) for cell in cells(recipe_of, "s", texts) if cell.kind == "speed"]
+
+    assert timed({"kv_heads": 1, "name": "v"}) == [
+        "speed of original, span full", "speed of v mean, span full",
+    ]  # fmt: skip
+    expected = [f"speed of {m}, span full" for m in ("original", "v mean", "v random seed 0")]
+    assert timed({"kv_budget": 0.5, "name": "v"}) == expected
+    assert timed({"kv_heads": 3, "unequal_groups": True, "name": "v"}) == expected
+
+
+def test_times_are_named_by_the_tokens_of_a_step(texts: Texts) -> None:
+    """Said, or the engine's own number on the device: it is part of what bounds a window's pages."""
+    speed = {"speed": {"contexts": [8]}, "engine__max_num_batched_tokens": None}
+    found = [
+        {cell.config["speed"]["step_tokens"] for cell in cells(parse_recipe(each), "s", texts)[-1:]}
+        for each in (recipe(**speed), recipe(**{**speed, "engine__max_num_batched_tokens": 64}))
+    ]
+    assert found == [{2048}, {64}]
+
+
 def test_a_changed_text_renames_what_was_measured_or_learnt_on_it(texts: Texts, tmp_path: Path) -> None:
     before = names(texts)
     path = tmp_path / "rhyme.txt"

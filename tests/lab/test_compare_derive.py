@@ -85,15 +85,48 @@ def test_the_best_of_each_variant_and_the_fronts() -> None:
     speed = [
         {
             "kind": "speed", "status": "done", "variant": variant, "span": "full",
-            "figures": {"predicted": [{"tpot_s": tpot, "largest_batch": batch, "context": 8}]},
+            "method": variant and "first",
+            "figures": {
+                "shape": rows[0]["figures"]["shape"] | {"kv_heads": heads},
+                "predicted": [{"tpot_s": tpot, "largest_batch": batch, "context": 8}],
+            },
         }
-        for variant, tpot, batch in ((None, 2.0, 10), ("MQA", 1.0, 10))
+        for variant, tpot, batch, heads in ((None, 2.0, 10, [4]), ("MQA", 1.0, 10, [1]))
     ]  # fmt: skip
+    for one in rows:
+        if one["variant"] is None:
+            one["figures"]["shape"]["kv_heads"] = [4]
     found = {one["variant"]: one for one in derive.best(rows, speed)}
     assert found["MQA"]["tokens"] == 64
     assert found["MQA"]["nats"]["mean"] == 2.75
     assert found[None]["fronts"] == ["kv_bytes_per_token", "tpot_s", "largest_batch"]
     assert found["MQA"]["fronts"] == ["tpot_s"]
+
+
+def test_a_model_has_the_time_of_its_own_shape() -> None:
+    """A budget that methods spread over the layers, each in its way."""
+
+    def timed(variant: str, method: str, heads: list[int], tpot: float) -> dict[str, Any]:
+        shape = {"kv_heads": heads, "kv_bytes_per_token": 64.0}
+        last = {"tpot_s": tpot, "largest_batch": 10, "context": 8, "ttft_s": 1.0, "kv_bytes": 8}
+        figures = {"shape": shape, "predicted": [last], "measured": [], "device": "h200", "batch": 8}
+        usual = {"kind": "speed", "status": "done", "span": "full", "variant": variant, "method": method}
+        return {**usual, "figures": figures}
+
+    rows = []
+    for method, heads, nats in (("mean", [3, 1], 4.0), ("svd", [1, 3], 3.0), ("align", [3, 1], 3.5)):
+        rows.append(row("converted", nats, variant="budget", method=method))
+        rows[-1]["figures"]["shape"]["kv_heads"] = heads
+    speeds = [
+        timed("budget", "mean", [3, 1], 1.0), timed("budget", "svd", [1, 3], 2.0),
+        timed("budget", "align", [3, 1], 1.0), timed("stated", "mean", [1, 3], 2.0),
+    ]  # fmt: skip
+    (best,) = derive.best(rows, speeds)
+    assert (best["method"], best["tpot_s"]) == ("svd", 2.0)
+    kept = derive.timed(speeds)
+    assert [one["model"] for one in kept] == ["budget mean, budget align", "budget svd, stated"]
+    page = "\n".join(report._speeds(speeds))
+    assert page.count("h200, predicted") == 2
 
 
 def test_what_was_learnt_under_a_span_has_the_control_that_learnt_so_too() -> None:
@@ -125,6 +158,7 @@ def test_spans_stand_beside_full_attention_at_the_longest_context() -> None:
         at = [{"context": 8, "tpot_s": 9.0}]
         return found | {
             "figures": {
+                "shape": {"kv_heads": [4 if variant is None else 1]},
                 "predicted": [*at, {"context": 64, "tpot_s": tpot}],
                 "measured": [] if measured is None else [*at, {"context": 32, "tpot_s": measured}],
             }

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from recipes import recipe
-from training import text_file
+from training import STORIES, text_file
 
 from jaxinfer.cli import main
 from jaxinfer.core import ConfigError
-from jaxinfer.lab.compare import compare, parse_recipe, report, run
+from jaxinfer.lab.compare import compare, figures, parse_recipe, report, run
 from jaxinfer.lab.compare import plots as pictures
+from jaxinfer.lab.compare.recipe import Speed
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 FIVE = ["similarity", "original", "control", "converted", "uptrained"]
@@ -153,6 +154,40 @@ def test_what_is_new_alone_is_run_and_what_fails_stays_alone(first, tmp_path: Pa
     journal = Journal()
     again((tmp_path,), tmp_path / "later", journal, **changes)
     assert len(journal.ran) == 3  # those that failed
+
+
+def test_a_window_has_room_for_more_sequences() -> None:
+    """By the tokens of a step: what is in one step is held besides the window."""
+    wanted = Speed(device="h200", contexts=(448,), batch=8, output=32)
+
+    def predicted(span: str, tokens: int) -> dict[str, Any]:
+        engine = {"max_num_batched_tokens": tokens}
+        (found,) = figures.speed(STORIES, span, wanted, engine)["predicted"]
+        return found
+
+    full, window, whole = (
+        predicted("full", 64),
+        predicted("window:32,sinks:4", 64),
+        predicted("window:32", 512),
+    )
+    assert full["kv_bytes"] == whole["kv_bytes"]
+    # 448 + 32 tokens in pages of 16; or one page of sinks, and 32 - 1 + 64 positions in a row
+    assert window["kv_bytes"] * 30 == full["kv_bytes"] * 8
+    assert window["largest_batch"] > 3 * full["largest_batch"] > 0
+    assert full["largest_batch"] == whole["largest_batch"]
+
+
+def test_one_time_for_methods_of_one_shape(first, tmp_path: Path) -> None:
+    """Of one layer, a budget comes to the same heads whatever the method."""
+    journal = Journal()
+    changes = {
+        "variant": [{"kv_budget": 0.5}], "grid__methods": ["mean", "first"], "grid__tokens": [0],
+        "uptrain": None, "speed": {"contexts": [16], "measured_contexts": [16], "measured_output": 4},
+    }  # fmt: skip
+    value = again(first, tmp_path, journal, **changes)
+    mean, other = (c["figures"] for c in value["cells"] if c["kind"] == "speed" and c["variant"])
+    assert mean == other
+    assert "| budget-0.5 | full | 16      | here, measured" in report.page(value)
 
 
 def test_models_learn_under_the_span_that_they_are_measured_with(first, tmp_path: Path) -> None:

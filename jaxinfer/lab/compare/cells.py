@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxinfer.core import RequestError
+from jaxinfer.lab.compare.figures import step_tokens
 from jaxinfer.lab.compare.recipe import FULL, Method, Recipe, TextPart, Variant
 
 logger = logging.getLogger(__name__)
@@ -114,11 +115,16 @@ def measured_spans(recipe: Recipe, model: Model) -> Iterator[str]:
 
 
 def shapes(recipe: Recipe) -> Iterator[Model]:
-    """A model of each shape, to take the time of: the original, and the first method's of each variant."""
+    """A model of each shape, to take the time of: the original, and the first method's of each variant. Where
+    the method decides how many heads a layer gets, or how many query heads pad unequal groups, each method's
+    own: several may come to one shape, whose time is taken once."""
     yield Model()
-    method = recipe.methods[0]
     for variant in recipe.variants:
-        yield Model(variant, method, 0, recipe.seeds[0] if method.method == "random" else None)
+        decided = variant.kv_budget is not None or variant.unequal_groups
+        for method in recipe.methods if decided else recipe.methods[:1]:
+            seeds = recipe.seeds if decided else recipe.seeds[:1]
+            for seed in seeds if method.method == "random" else (None,):
+                yield Model(variant, method, 0, seed)
 
 
 def model_config(recipe: Recipe, model: Model, source: str, texts: Texts) -> dict[str, Any]:
@@ -179,6 +185,7 @@ def cells(recipe: Recipe, source: str, texts: Texts) -> list[Cell]:
             "batch": recipe.speed.batch, "output": recipe.speed.output,
             "measured_contexts": list(recipe.speed.measured_contexts),
             "measured_output": recipe.speed.measured_output, "repeats": recipe.speed.repeats,
+            "step_tokens": step_tokens(recipe.speed, recipe.engine),
         }  # fmt: skip
         found += [
             cell("speed", model, span, speed=speed, engine=recipe.engine)

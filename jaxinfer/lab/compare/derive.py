@@ -140,21 +140,21 @@ def beside_full(cells: Sequence[Row]) -> list[Row]:
     """Seconds a token of each model under each span beside those under its full attention, at the longest
     context of either kind (`predicted`, `measured`): `full_s`, `span_s`, and `share`, the second of the
     first."""
-    rows = done(cells, "speed")
+    rows = timed(cells)
     found = []
     for row in rows:
-        full = _only(rows, variant=row["variant"], span=FULL)
+        full = _of_shape(rows, _shape(row), FULL)
         if row["span"] == FULL or full is None:
             continue
         for kind in ("predicted", "measured"):
             own, other = row["figures"][kind], full["figures"][kind]
             if not own or not other or None in (own[-1]["tpot_s"], other[-1]["tpot_s"]):
                 continue
-            assert own[-1]["context"] == other[-1]["context"], f"contexts of {row['variant']} differ"
+            assert own[-1]["context"] == other[-1]["context"], f"contexts of {row['model']} differ"
             seconds = {"full_s": other[-1]["tpot_s"], "span_s": own[-1]["tpot_s"]}
             found.append(
                 {
-                    "variant": row["variant"], "span": row["span"], "kind": kind,
+                    "model": row["model"], "span": row["span"], "kind": kind,
                     "context": own[-1]["context"], **seconds,
                     "share": seconds["span_s"] / seconds["full_s"],
                 }
@@ -162,31 +162,63 @@ def beside_full(cells: Sequence[Row]) -> list[Row]:
     return found
 
 
+def timed(cells: Sequence[Row]) -> list[Row]:
+    """The times of each shape under each span once, the first cell's that has them, with `model`: which
+    variants ("original") have the shape, and by which methods where those of a variant come to several."""
+    rows = done(cells, "speed")
+    kept: list[Row] = []
+    for row in rows:
+        if _of_shape(kept, _shape(row), row["span"]) is None:
+            kept.append({**row, "model": _models_of(rows, _shape(row))})
+    return kept
+
+
+def _models_of(rows: Sequence[Row], shape: Row) -> str:
+    names: dict[str, None] = {}
+    for row in rows:
+        if _shape(row) == shape:
+            name = row["variant"] or "original"
+            several = any(each["variant"] == row["variant"] and _shape(each) != shape for each in rows)
+            names[f"{name} {row['method']}" if several else name] = None
+    return ", ".join(names)
+
+
+def _shape(row: Row) -> Row:
+    return row["figures"]["shape"]
+
+
+def _of_shape(rows: Sequence[Row], shape: Row, span: str) -> Row | None:
+    return next((row for row in rows if row["span"] == span and _shape(row) == shape), None)
+
+
 def groups(cells: Sequence[Row]) -> list[Row]:
     """Cells that differ in their seed alone as one: spreads of nats, perplexity and accuracy."""
+    return [_group(rows) for rows in _alike(cells)]
+
+
+def _alike(cells: Sequence[Row]) -> list[list[Row]]:
     found: dict[tuple, list[Row]] = {}
     for row in done(cells):
         key = (row["role"], row["variant"], row["method"], row["tokens"], row["span"], trained_span(row))
         found.setdefault(key, []).append(row)
-    result = []
-    for (role, variant, method, tokens, span, trained), rows in found.items():
-        first = rows[0]["figures"]
-        agreements = [row["figures"]["agreement"] for row in rows]
-        result.append(
-            {
-                "role": role, "variant": variant, "method": method, "tokens": tokens, "span": span,
-                **_named_span({"trained_span": trained}),
-                "kv_bytes_per_token": first["shape"]["kv_bytes_per_token"],
-                "kv_heads": first["shape"]["kv_heads"],
-                "stderr": first["perplexity"][0]["nll_per_token"]["stderr"],
-                "nats": _over_seeds([nll(row) for row in rows]),
-                "perplexity": _over_seeds([perplexity(row) for row in rows]),
-                "accuracy": _over_seeds([accuracy(row) for row in rows]),
-                "same_next": _over_seeds([_agreement(a, "same_next") for a in agreements]),
-                "kl": _over_seeds([_agreement(a, "kl") for a in agreements]),
-            }
-        )  # fmt: skip
-    return result
+    return list(found.values())
+
+
+def _group(rows: Sequence[Row]) -> Row:
+    first = rows[0]["figures"]
+    agreements = [row["figures"]["agreement"] for row in rows]
+    return {
+        **{key: rows[0][key] for key in ("role", "variant", "method", "tokens", "span")},
+        **_named_span(rows[0]),
+        "kv_bytes_per_token": first["shape"]["kv_bytes_per_token"],
+        "kv_heads": first["shape"]["kv_heads"],
+        "stderr": first["perplexity"][0]["nll_per_token"]["stderr"],
+        "nats": _over_seeds([nll(row) for row in rows]),
+        "perplexity": _over_seeds([perplexity(row) for row in rows]),
+        "accuracy": _over_seeds([accuracy(row) for row in rows]),
+        "same_next": _over_seeds([_agreement(a, "same_next") for a in agreements]),
+        "kl": _over_seeds([_agreement(a, "kl") for a in agreements]),
+    }
 
 
 def _agreement(agreement: Row | None, figure: str) -> float | None:
@@ -197,17 +229,18 @@ def best(cells: Sequence[Row], speeds: Sequence[Row]) -> list[Row]:
     """Of each variant (None: the original) and span, the model with the least nats, with what it costs: KV
     bytes a token; predicted seconds a token and largest batch at the longest context. `fronts` names the
     costs on whose Pareto front it is."""
-    kept: dict[tuple, Row] = {}
-    for group in groups(cells):
+    kept: dict[tuple, tuple[Row, Row]] = {}
+    for same in _alike(cells):
+        group = _group(same)
         if group["role"] == "control" or group["nats"] is None:
             continue
         key = (group["variant"], group["span"])
-        if key not in kept or group["nats"]["mean"] < kept[key]["nats"]["mean"]:
-            kept[key] = group
-    rows = []
-    for group in kept.values():
-        timed = _only(done(speeds, "speed"), variant=group["variant"], span=group["span"])
-        last = None if timed is None else timed["figures"]["predicted"][-1]
+        if key not in kept or group["nats"]["mean"] < kept[key][0]["nats"]["mean"]:
+            kept[key] = group, _shape(same[0])
+    rows, times = [], timed(speeds)
+    for group, shape in kept.values():
+        time = _of_shape(times, shape, group["span"])
+        last = None if time is None else time["figures"]["predicted"][-1]
         rows.append(
             {
                 **group, "tpot_s": None if last is None else last["tpot_s"],

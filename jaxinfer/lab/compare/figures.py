@@ -96,8 +96,8 @@ def plain(estimate: Estimate) -> dict[str, float | None]:
 def speed(model: Path, span: str, wanted: Speed, engine: dict[str, Any]) -> dict[str, Any]:
     """`predicted` for a device and `measured` here, a row for each context. Seconds and bytes.
 
-    `kv_bytes`: of one sequence's pages at its end, which a window bounds. `largest_batch`: sequences of that
-    length that fit beside the weights.
+    `kv_bytes`: of the most pages that one sequence holds at a time: a window bounds them, by itself and the
+    tokens of a step (`step_tokens`). `largest_batch`: sequences of that length that fit beside the weights.
     """
     config = ModelConfig.from_hf(checkpoints.open_checkpoint(model).config)
     run = EngineConfig(attention_span=None if span == FULL else span, **engine)
@@ -105,12 +105,13 @@ def speed(model: Path, span: str, wanted: Speed, engine: dict[str, Any]) -> dict
     config = config if seen is None else config.spanned(seen)
     costs, sheet = ModelCosts(config, page_size=run.page_size), device_sheet(wanted.device)
     time = RooflineTime(costs, sheet)  # and not `plan`, whose TTFT of a whole batch takes batch ** 2
-    steps = Steps(wanted.batch, max(2048, wanted.batch), sheet.platform)
+    tokens = step_tokens(wanted, engine)
+    steps = Steps(wanted.batch, max(tokens, wanted.batch), sheet.platform)  # the batch decodes in one step
     predicted = []
     for context in wanted.contexts:
         memory = plan_memory(
             costs, sheet.memory_bytes, max_model_len=context + wanted.output, max_num_seqs=MANY,
-            max_num_batched_tokens=MANY,
+            max_num_batched_tokens=tokens,
         )  # fmt: skip
         predicted.append(
             {
@@ -124,6 +125,13 @@ def speed(model: Path, span: str, wanted: Speed, engine: dict[str, Any]) -> dict
         "shape": shape_of(model), "device": sheet.name, "batch": wanted.batch, "output": wanted.output,
         "predicted": predicted, "measured": _measured(model, span, wanted, engine),
     }  # fmt: skip
+
+
+def step_tokens(wanted: Speed, engine: dict[str, Any]) -> int:
+    """Most tokens of a step: what `engine` says, or else what an engine takes on that kind of device."""
+    run = EngineConfig(**engine).on(device_sheet(wanted.device).platform)
+    assert run.max_num_batched_tokens is not None
+    return run.max_num_batched_tokens
 
 
 def _measured(model: Path, span: str, wanted: Speed, engine: dict[str, Any]) -> list[dict[str, Any]]:

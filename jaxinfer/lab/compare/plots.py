@@ -201,7 +201,7 @@ def _line(
 
 def _context(value: dict[str, Any]) -> Any:
     """TTFT, TPOT and KV bytes by context: predicted above, measured here below."""
-    rows = derive.done(value["cells"], "speed")
+    rows = derive.timed(value["cells"])
     first = rows[0]["figures"]
     kinds = [("predicted", f"{first['device']}, predicted")]
     if any(row["figures"]["measured"] for row in rows):
@@ -212,7 +212,7 @@ def _context(value: dict[str, Any]) -> Any:
         ("kv_bytes", "KV of a sequence, MB", 1e-6),
     ]
     figure, axes = _figure(len(kinds), 3, 13.0, 3.6 * len(kinds) + 0.6, f"{value['name']}: by context")
-    colours = _by_name([row["variant"] for row in rows])
+    colours = _by_name([row["model"] for row in rows])
     spans = list(dict.fromkeys(row["span"] for row in rows))
     for line, (kind, where) in zip(axes, kinds, strict=True):
         for axis, (key, label, scale) in zip(line, panels, strict=True):
@@ -223,7 +223,7 @@ def _context(value: dict[str, Any]) -> Any:
                     axis.plot(
                         *zip(*points, strict=True), "-" if row["span"] == spans[0] else "--",
                         marker=MARKERS[spans.index(row["span"]) % len(MARKERS)], ms=4,
-                        color=colours[row["variant"]],
+                        color=colours[row["model"]],
                     )  # fmt: skip
             axis.set(xlabel="tokens of context", ylabel=label, title=where, ylim=(0, None))
             _logarithmic(axis)

@@ -220,7 +220,7 @@ def _costs(found: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> l
 
 
 def _speeds(rows: Sequence[dict[str, Any]]) -> list[str]:
-    found = derive.done(rows, "speed")
+    found = derive.timed(rows)
     if not found:
         return []
     device = found[0]["figures"]["device"]
@@ -231,7 +231,7 @@ def _speeds(rows: Sequence[dict[str, Any]]) -> list[str]:
         for where, kind in ((f"{device}, predicted", "predicted"), ("here, measured", "measured")):
             for one in row["figures"][kind]:
                 kv = "-" if one["kv_bytes"] is None else f"{one['kv_bytes'] / 1e6:.3f}"
-                cells = [row["variant"] or "original", row["span"], str(one["context"]), where]
+                cells = [row["model"], row["span"], str(one["context"]), where]
                 cells += [_ms(one["ttft_s"]), _ms(one["tpot_s"]), kv, str(one.get("largest_batch", "-"))]
                 table.append(cells)
     figures = found[0]["figures"]
@@ -248,7 +248,7 @@ def _beside_full(rows: Sequence[dict[str, Any]]) -> list[str]:
         return []
     table = [["model", "span", "context", "where", "TPOT of full, ms", "TPOT, ms", "of full"]]
     for one in found:
-        cells = [one["variant"] or "original", one["span"], str(one["context"]), one["kind"]]
+        cells = [one["model"], one["span"], str(one["context"]), one["kind"]]
         table.append([*cells, _ms(one["full_s"]), _ms(one["span_s"]), f"{one['share']:.1%}"])
     text = "The same model, decoding with all of its attention and with the span, at the longest context."
     return ["## Spans beside full attention", text, markdown(table)]

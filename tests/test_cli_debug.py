@@ -179,6 +179,15 @@ def test_what_cannot_be_scored_is_one_line(
     assert str(file) in err
 
 
+def test_a_span_that_a_scored_text_does_not_see_is_refused(run, tmp_path: Path):
+    (tmp_path / "text").write_text("some text")
+    span = ("--attention-span", "topk-pages:2")
+    status, out, err = run("score", "m", str(tmp_path / "text"), *span)
+    assert (status, out) == (2, "")
+    assert "say from:P" in one_line(err)
+    assert run("score", "m", str(tmp_path / "text"), "--attention-span", "topk-pages:2,from:0")[0] == 0
+
+
 def test_a_text_that_fails_is_told_and_the_others_are_scored(run, tmp_path: Path):
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.write_text("fine")

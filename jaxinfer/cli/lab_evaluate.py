@@ -84,7 +84,9 @@ class Evaluate:
         return 0
 
     def _check(self) -> None:
-        """Raises UsageError for flags that do not go together."""
+        """Raises UsageError for flags that do not go together, ConfigError for a span that is none."""
+        from jaxinfer.config import TopPagesSpan, no_scoring
+
         if not (self.perplexity or self.last_word or self.multiple_choice or self.agreement):
             raise UsageError(
                 "nothing to evaluate: give --perplexity, --last-word, --multiple-choice or --agreement"
@@ -93,6 +95,14 @@ class Evaluate:
             raise UsageError(f"--limit {self.limit}: at least one example of each file is run")
         if self.greedy_prompt < 1 or self.greedy_tokens < 0:
             raise UsageError("--greedy-prompt takes 1 token at least, and --greedy-tokens 0")
+        span = self.engine.span()
+        if reason := no_scoring(span):
+            raise UsageError(f"--attention-span {self.engine.attention_span}: {reason}")
+        if self.against is not None and self.exact_kl and isinstance(span, TopPagesSpan):
+            raise UsageError(
+                f"--attention-span {self.engine.attention_span}: exact KL is of dense passes, and where "
+                "queries choose pages there is none; leave it out with --no-exact-kl, and the bound remains"
+            )
         if self.against is None:
             for name in ("agreement", "exact_kl", "greedy_prompt", "greedy_tokens"):
                 default = next(f.default for f in dataclasses.fields(self) if f.name == name)

@@ -13,6 +13,7 @@ from tyro.conf import Positional, arg
 from jaxinfer import outputs
 from jaxinfer.cli.flags import EngineFlags, Model
 from jaxinfer.cli.terminal import UsageError, say_error, text_argument
+from jaxinfer.config import no_scoring
 from jaxinfer.core import JaxInferError, RequestError
 
 
@@ -43,6 +44,8 @@ class Score:
     def run(self) -> int:
         if not self.files:
             raise UsageError("score needs at least one FILE")
+        if reason := no_scoring(self.engine.span()):
+            raise UsageError(f"--attention-span {self.engine.attention_span}: {reason}")
         texts = [text for file in self.files for text in read_texts(file, self.lines)]
         if not texts:
             raise RequestError(f"no line of {', '.join(self.files)} holds a text", "prompt")

@@ -15,6 +15,7 @@ from jaxinfer.config.spans import (
     TopPagesSpan,
     WindowSpan,
     attention_span,
+    no_scoring,
 )
 from jaxinfer.config.steps import (
     SampleShape,
@@ -52,6 +53,7 @@ __all__ = [
     "invariant_ladder",
     "is_invariant",
     "most_emitting",
+    "no_scoring",
     "sample_ladder",
     "sampled_rows",
     "shape_ladder",

@@ -146,6 +146,17 @@ class TopPagesSpan:
 
 AttentionSpan = WindowSpan | PageSpan | TopPagesSpan
 
+
+def no_scoring(span: AttentionSpan | None) -> str | None:
+    """Why a text that is scored tells nothing of a span; None where it does."""
+    if isinstance(span, TopPagesSpan) and span.pages.start is None:
+        return (
+            "under topk-pages only the queries after a prompt choose pages, and a text that is scored is all "
+            "prompt, which sees everything; say from:P, the position from which queries of texts choose too"
+        )
+    return None
+
+
 # ------------------------------------------------------------------------------------------------- as text
 
 _NAMED: dict[str, tuple[dict[str, int], dict[str, int | None]]] = {

@@ -20,7 +20,14 @@ LADDER = (StepShape(4, 4, 0), StepShape(68, 4, 4))
 """Two programs: one of decodes, one of everything."""
 
 
-def byte_llm(config: ModelConfig = TINY, *, seed: int = 0, tensors: Any = None, tokenizer: Any = None) -> LLM:
+def byte_llm(
+    config: ModelConfig = TINY,
+    *,
+    seed: int = 0,
+    tensors: Any = None,
+    tokenizer: Any = None,
+    engine_config: EngineConfig | None = None,
+) -> LLM:
     """A tiny model whose tokens are bytes; its tensors are `random_tensors(config, seed)`."""
     made = tiny_runner(
         config, ladder=LADDER, tensors=tensors or random_tensors(config, seed), max_model_len=LENGTH,
@@ -32,7 +39,7 @@ def byte_llm(config: ModelConfig = TINY, *, seed: int = 0, tensors: Any = None, 
     )  # fmt: skip
     return LLM.from_parts(
         made, limits, tokenizer=tokenizer or ByteTokenizer(), model_config=config,
-        engine_config=EngineConfig(seed=7), model_name=f"tiny{seed}",
+        engine_config=engine_config or EngineConfig(seed=7), model_name=f"tiny{seed}",
     )  # fmt: skip
 
 

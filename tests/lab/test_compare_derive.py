@@ -72,6 +72,20 @@ def test_what_is_missing_is_no_figure() -> None:
     assert found["recovered_nats"] is None
 
 
+def test_the_table_says_which_original_the_next_tokens_are_of() -> None:
+    """Perplexity is compared under one span, and agreement with the original as it was."""
+    text = {"name": "t", "counted": 9, "windows": 3}
+    rows = [row("original", 2.0, span=span) for span in ("full", "window:8")]
+    for one in rows:
+        one["figures"]["perplexity"][0].update(text)
+    said = "Same next is against the original with all of its attention"
+    assert said not in " ".join(report._quality(rows, "window:8"))
+    for one in rows:
+        one["figures"]["agreement"] = {"same_next": {"value": 0.5}, "kl_bound": None, "kl": None}
+    assert said not in " ".join(report._quality(rows, "full"))
+    assert said in " ".join(report._quality(rows, "window:8"))
+
+
 def test_spans_are_compared_with_their_own_original() -> None:
     rows = grid() + [{**one, "span": "window:8"} for one in grid() if one["role"] != "original"]
     rows.append(row("original", 4.0, span="window:8"))

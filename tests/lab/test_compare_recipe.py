@@ -114,8 +114,8 @@ def test_the_examples_are_recipes(path: Path) -> None:
         (r"grid\.trained_under has 'window'; there are full, own", {"grid__trained_under": ["window"]}),
         (r"grid\.trained_under is empty", {"grid__trained_under": []}),
         (
-            r"grid\.trained_under 'own': attention_span 'topk-pages:2' cannot be learnt under",
-            {"grid__trained_under": ["own"], "grid__spans": ["full", "topk-pages:2"]},
+            r"grid\.trained_under 'own': attention_span 'topk-pages:2,from:0' cannot be learnt under",
+            {"grid__trained_under": ["own"], "grid__spans": ["full", "topk-pages:2,from:0"]},
         ),
         (r"uptrain\.attention_span is not said here", {"uptrain__attention_span": "window:8"}),
         (r"variant\.name is empty", {"variant": []}),
@@ -129,6 +129,7 @@ def test_the_examples_are_recipes(path: Path) -> None:
         (r"grid\.tokens has 64 twice", {"grid__tokens": [64, 64]}),
         (r"grid\.seeds is empty", {"grid__seeds": []}),
         (r"grid\.spans: attention_span 'far' is none of", {"grid__spans": ["far"]}),
+        (r"grid\.spans: 'topk-pages:2,skip:1': .*say from:P", {"grid__spans": ["topk-pages:2,skip:1"]}),
         (r"grid\.token is not known", {"grid__token": [1]}),
         (r"grid\.control must be true or false", {"grid__control": "no"}),
         (r"^uptrain is missing", {"uptrain": None}),

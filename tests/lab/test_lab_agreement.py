@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from small_models import byte_llm, few_tokens, logprobs_of
 from tiny import TINY, random_tensors, tiny_config
 
+from jaxinfer.config import EngineConfig, TopPages, TopPagesSpan
 from jaxinfer.core import Logprob, RequestError
 from jaxinfer.lab.evaluate import (
     ModelResults,
     Report,
     Text,
     Windowing,
+    agreement,
     evaluate_agreement,
     evaluate_perplexity,
 )
@@ -184,11 +186,36 @@ def test_the_command_measures_and_compares(compile_cache, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--perplexity", "FILE", "--limit", "0"], ["--perplexity", "FILE", "--greedy-tokens", "3"],
-              ["--perplexity", "FILE", "--against", "x", "--greedy-prompt", "0"]],
-)  # fmt: skip
-def test_flags_that_do_not_go_together_are_refused_before_a_model_is_loaded(flags, capsys) -> None:
+    ("flags", "said"),
+    [
+        ([], "nothing to evaluate"),
+        (["--perplexity", "FILE", "--limit", "0"], "--limit 0"),
+        (["--perplexity", "FILE", "--greedy-tokens", "3"], "it needs --against"),
+        (["--perplexity", "FILE", "--against", "x", "--greedy-prompt", "0"], "--greedy-prompt takes"),
+        (["--perplexity", "FILE", "--attention-span", "topk-pages:2"], "say from:P"),
+        (
+            ["--perplexity", "FILE", "--against", "x", "--attention-span", "topk-pages:1,from:0"],
+            "--no-exact-kl",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_before_a_model_is_loaded(flags, said, capsys) -> None:
     from jaxinfer.cli import main
 
     assert main(["lab", "evaluate", "nothing-of-this-name", *flags]) == 2
-    assert "error" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+def test_exact_kl_where_pages_are_chosen_is_refused_before_anything_is_run(
+    compile_cache, monkeypatch
+) -> None:
+    config = TINY.spanned(TopPagesSpan(TopPages(1, 0)))
+    spanned = [
+        byte_llm(config, seed=seed, engine_config=EngineConfig(attention_span="topk-pages:1,from:0"))
+        for seed in (0, 1)
+    ]
+    found = evaluate_agreement(*spanned, TEXT, WINDOWING, exact_kl=False, greedy_tokens=2)
+    assert found.kl_bound.value > 0
+    monkeypatch.setattr(agreement, "spans_with_top", None)
+    with pytest.raises(RequestError, match=r"topk-pages:1,from:0.*--no-exact-kl"):
+        evaluate_agreement(*spanned, TEXT, WINDOWING)

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import LENGTH, byte_llm
+from tiny import TINY
 
+from jaxinfer.config import EngineConfig, TopPages, TopPagesSpan
 from jaxinfer.core import ConfigError, RequestError
 from jaxinfer.lab import lm_eval_adapter
 from jaxinfer.lab.evaluate.scoring import continuation_span, score_spans
@@ -134,6 +136,20 @@ def test_options_that_cannot_be_are_refused(adapter, options, said: str) -> None
 def test_model_args_that_mean_nothing_here_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Adapter("nothing-of-this-name", **options)
+
+
+def test_a_span_that_a_scored_text_does_not_see_is_refused(compile_cache) -> None:
+    """Its answers would be those of all attention; texts that go on are under the span."""
+    made, config = Adapter.__new__(Adapter), TINY.spanned(TopPagesSpan(TopPages(1)))
+    made.set_up(byte_llm(config, engine_config=EngineConfig(seed=7, attention_span="topk-pages:1")))
+    made.cache_hook = Kept()
+    for answers, arguments in (
+        (made.loglikelihood, ("a b c", " d")),
+        (made.loglikelihood_rolling, ("a b c d",)),
+    ):
+        with pytest.raises(ConfigError, match=r"'topk-pages:1': .*say from:P"):
+            answers([Request(arguments)])
+    assert made.generate_until([Request(("a b", {"max_gen_toks": 2}))])
 
 
 def test_chats_are_text_by_the_models_template(adapter) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.config import EngineConfig, ModelConfig, attention_span
+from jaxinfer.config import EngineConfig, ModelConfig, attention_span, no_scoring
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadPlan, stated_groups
 from jaxinfer.lab.evaluate import Windowing
@@ -362,8 +362,8 @@ def _check(recipe: Recipe) -> None:
     try:
         page_size = EngineConfig(**recipe.engine).page_size
         for span in recipe.spans:
-            if span != FULL:
-                attention_span(span, page_size)
+            if span != FULL and (reason := no_scoring(attention_span(span, page_size))):
+                raise ConfigError(f"{span!r}: {reason}")
     except ConfigError as error:
         raise ConfigError(f"engine, grid.spans: {error}") from None
     if unknown := [kind for kind in recipe.trained_under if kind not in TRAINED_UNDER]:

@@ -107,7 +107,7 @@ def write(value: dict[str, Any], output: Path) -> None:
         ("results.json", json.dumps(value, indent=1, allow_nan=False) + "\n"),
         ("report.md", page(value)),
     ):
-        partial = output / f".{name}.partial"
+        partial = output / f".{name}.{os.getpid()}.partial"  # a report may be asked for while cells run
         partial.write_text(text, encoding="utf-8")
         partial.rename(output / name)
 
@@ -162,6 +162,8 @@ def _quality(rows: Sequence[dict[str, Any]], span: str) -> list[str]:
         f"{first['name']}: {first['counted']} tokens in {first['windows']} windows. ± is the standard "
         "deviation over seeds; the control is the original, trained on the same tokens."
     )
+    if span != FULL and any(group["same_next"] is not None for group in groups):
+        about += " Same next is against the original with all of its attention, not under the span."
     errors = [group["stderr"] for group in groups if group["stderr"] is not None]
     if errors:
         about += f" The standard error of one model's nats over windows is at most {max(errors):.3f}."

@@ -55,7 +55,7 @@ def evaluate_agreement(
 ) -> Agreement:
     """Compare two models over the windows of a text. `greedy_tokens` 0 leaves the continuations out.
 
-    Raises RequestError for models of different vocabularies.
+    Raises RequestError for models of different vocabularies, and where `exact_kl` cannot be told.
     """
     divergence.check_same_vocabulary(original, variant)
     spans, _ = text_spans(original, text, windowing)
@@ -75,6 +75,8 @@ def compare_spans(
     greedy_tokens: int,
 ) -> Agreement:
     """The same of spans that are cut already."""
+    if exact_kl:
+        divergence.check_dense(original, variant)  # before what takes long
     tops = [
         spans_with_top(llm, spans, MAX_LOGPROBS, f"{llm.model_name} over {name}")
         for llm in (original, variant)

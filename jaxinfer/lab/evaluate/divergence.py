@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jaxinfer.config import TopPagesSpan
 from jaxinfer.core import RequestError
 from jaxinfer.lab.evaluate.scoring import Entries, Span
 from jaxinfer.llm import LLM
@@ -50,9 +51,11 @@ def exact(original: LLM, variant: LLM, spans: Seq[Span]) -> list[np.ndarray]:
     """KL(original || variant) in nats of each token that the spans look at, float32 [tokens of the span].
 
     Computed from hidden states of dense passes in the models' dtypes, with float32 logits. Raises
-    RequestError for engines that run no JAX model, and models of different vocabularies.
+    RequestError for engines that run no JAX model, models of different vocabularies, and a model whose
+    queries choose pages.
     """
     check_same_vocabulary(original, variant)
+    check_dense(original, variant)
     models = [_model_of(llm) for llm in (original, variant)]
     graphs, states = tuple(graph for graph, _ in models), tuple(state for _, state in models)
     found = []
@@ -74,6 +77,18 @@ def check_same_vocabulary(original: LLM, variant: LLM) -> None:
             "token they can be compared only over one vocabulary",
             "against",
         )
+
+
+def check_dense(*models: LLM) -> None:
+    """Raises RequestError for a model that has no dense pass: one whose queries choose pages of prompts."""
+    for llm in models:
+        if isinstance(llm.engine_config.span(), TopPagesSpan):
+            raise RequestError(
+                f"{llm.model_name}: exact KL is of dense passes, and under attention_span "
+                f"{llm.engine_config.attention_span!r} there is none; leave it out (--no-exact-kl), and the "
+                "bound remains",
+                "exact_kl",
+            )
 
 
 def _model_of(llm: LLM) -> tuple[nnx.GraphDef, Any]:

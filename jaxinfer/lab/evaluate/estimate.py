@@ -13,8 +13,9 @@ class Estimate:
     makes unit i unlike the others), to first order. They sum to 0.
 
     The standard error is that of the delta method, sqrt(n / (n - 1) · Σ influence²): of a mean it is the
-    usual s / sqrt(n). None below two units, and past a float's range. Figures over the same units have a paired difference (`minus`),
-    whose error is smaller than that of two samples: what is hard for one model is hard for the other.
+    usual s / sqrt(n). None below two units, and past a float's range. Figures over the same units have a
+    paired difference (`minus`), whose error is smaller than that of two samples: what is hard for one model
+    is hard for the other.
     """
 
     value: float

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from jaxinfer.core import JaxInferError, Logprob, RequestError
+from jaxinfer.config import no_scoring
+from jaxinfer.core import ConfigError, JaxInferError, Logprob, RequestError
 from jaxinfer.llm import LLM
 from jaxinfer.outputs import SCORING
 from jaxinfer.progress import phase
@@ -56,9 +57,11 @@ Entries = dict[int, Logprob]
 def spans_with_top(llm: LLM, spans: Seq[Span], count: int, title: str = "scoring") -> list[list[Entries]]:
     """The entries of each span's tokens from `first` on, with those of the `count` most likely tokens.
 
-    Raises RequestError, naming the span, for one that is longer than the model's max_model_len allows, and
-    JaxInferError for one whose run fails.
+    Raises RequestError, naming the span, for one that is longer than the model's max_model_len allows,
+    ConfigError for an attention_span of which scores tell nothing, and JaxInferError for one whose run fails.
     """
+    if reason := no_scoring(llm.engine_config.span()):
+        raise ConfigError(f"{llm.model_name}: attention_span {llm.engine_config.attention_span!r}: {reason}")
     limit = llm.limits.max_model_len
     for span in spans:
         if len(span.token_ids) >= limit:

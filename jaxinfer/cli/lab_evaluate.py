@@ -30,7 +30,8 @@ class Evaluate:
 
     model: Model
     perplexity: Files = ()
-    """Texts, each in a file: perplexity per token, word and byte."""
+    """Texts, each in a file (.jsonl: the "text" of each line, a blank line between two): perplexity per
+    token, word and byte."""
     last_word: Files = ()
     """Passages, one a line (.jsonl: objects with a "text"): is the last word what the model would say?"""
     multiple_choice: Files = ()

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from training import STORIES
 
 from jaxinfer.core import RequestError
+from jaxinfer.lab.compare.cells import Texts
+from jaxinfer.lab.compare.recipe import TextPart
 from jaxinfer.lab.data import Order, pack, read_texts, token_stream
+from jaxinfer.lab.evaluate import read_text
 from jaxinfer.text import ByteTokenizer, Tokenizer
 
 
@@ -84,6 +87,38 @@ def test_files_are_read_by_their_kind(tmp_path: Path) -> None:
     assert read_texts([tmp_path / "a.txt", tmp_path / "b.jsonl"]) == ["grün\r\nblau\n", "eins", "drei\n"]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    content = "eins" if name == "a.txt" else json.dumps({"text": "eins"})
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert read_texts([tmp_path / name]) == ["eins"]
+    assert read_text(str(tmp_path / name)).content == "eins"
+    assert Texts(tmp_path, tmp_path / "kept").text(TextPart(name)) == "eins"
+
+
+def test_what_is_measured_is_what_is_learnt(tmp_path: Path) -> None:
+    """Of a .jsonl file the texts, and not the JSON around them."""
+    lines = [json.dumps({"text": text}) for text in ("eins\r\n", "", "zwei", "drei", "vier")]
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "", *lines[1:]]), newline="")
+    learnt = read_texts([tmp_path / "a.jsonl"])
+    assert read_text(str(tmp_path / "a.jsonl")).content == "\n\n".join(learnt)
+    assert read_text(str(tmp_path / "a.jsonl")).content == "eins\r\n\n\nzwei\n\ndrei\n\nvier"
+    texts = Texts(tmp_path, tmp_path / "kept")
+    assert texts.text(TextPart("a.jsonl")) == "\n\n".join(learnt)
+    parts = [TextPart("a.jsonl", a, b) for a, b in ((0.0, 0.6), (0.6, 1.0))]
+    assert [text for part in parts for text in read_texts([texts.path(part)])] == learnt
+    assert texts.text(parts[1]) == texts.text_path(parts[1]).read_text() == "drei\n\nvier"
+    assert texts.text_path(parts[1]) != texts.path(parts[1])
+
+
+def test_a_line_that_is_no_text_is_told_before_any_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"txt": "b"}\n')
+    with pytest.raises(RequestError, match=r"a\.jsonl:3: expected an object"):
+        read_text(str(tmp_path / "a.jsonl"))
+    with pytest.raises(RequestError, match=r"a\.jsonl:3: expected an object"):
+        Texts(tmp_path, tmp_path / "kept").digest(TextPart("a.jsonl", 0.9))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -93,6 +128,7 @@ def test_files_are_read_by_their_kind(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{', "a.jsonl:2: expected an object"),
         ("a.jsonl", b'["text"]', "a.jsonl:1: expected an object"),
         ("a.jsonl", b'{"text": 3}', "a.jsonl:1: expected an object"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl:1: 'text' has half of a surrogate pair"),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from jaxinfer.core import RequestError
 from jaxinfer.lab.compare.figures import step_tokens
 from jaxinfer.lab.compare.recipe import FULL, Method, Recipe, TextPart, Variant
+from jaxinfer.lab.data import has_lines, lines_in, one_text, read_content, texts_in
 
 logger = logging.getLogger(__name__)
 
@@ -207,31 +208,42 @@ class Texts:
         self._digests: dict[str, str] = {}
 
     def content(self, part: TextPart) -> str:
-        """Raises OSError, and RequestError for what is no UTF-8 or nothing at all."""
+        """What a file has of the part: characters, or whole lines of a .jsonl file. Raises OSError, and
+        RequestError for what is no UTF-8, no text, or nothing at all."""
         if part not in self._contents:
             path = self.files / part.file
-            try:
-                with path.open(encoding="utf-8", newline="") as file:
-                    whole = file.read()
-            except UnicodeDecodeError as error:
-                raise RequestError(f"{path}: byte {error.start} is not valid UTF-8", "file") from None
-            cut = whole[round(part.start * len(whole)) : round(part.end * len(whole))]
-            if not cut.strip():
+            whole = read_content(path)
+            texts_in(whole, path)  # a line that is no text is told by its number in the file
+            units = lines_in(whole) if has_lines(path) else whole
+            cut = "".join(units[round(part.start * len(units)) : round(part.end * len(units))])
+            if not one_text(texts_in(cut, path)).strip():
                 raise RequestError(f"{path}: no text from {part.start:g} to {part.end:g} of it", "file")
             self._contents[part] = cut
         return self._contents[part]
 
+    def text(self, part: TextPart) -> str:
+        """The part as one text, as `lab evaluate` reads a file."""
+        return one_text(texts_in(self.content(part), self.files / part.file))
+
     def digest(self, part: TextPart) -> str:
-        lines = Path(part.file).suffix == ".jsonl"  # such a file is read line by line
-        return hashlib.sha256(f"{lines}:{self.content(part)}".encode()).hexdigest()
+        """Of the part and of how it is read."""
+        kind = "texts" if has_lines(Path(part.file)) else False
+        return hashlib.sha256(f"{kind}:{self.content(part)}".encode()).hexdigest()
 
     def path(self, part: TextPart) -> Path:
-        """A file with the part alone."""
-        path = self._kept / f"{self.digest(part)[:LETTERS]}{Path(part.file).suffix}"
+        """A file with the part alone, to learn from."""
+        return self._file(self.digest(part)[:LETTERS] + Path(part.file).suffix, self.content(part))
+
+    def text_path(self, part: TextPart) -> Path:
+        """A file with the part as one text."""
+        return self._file(self.digest(part)[:LETTERS] + ".txt", self.text(part))
+
+    def _file(self, name: str, content: str) -> Path:
+        path = self._kept / name
         if not path.exists():
             self._kept.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
-            partial.write_text(self.content(part), encoding="utf-8", newline="")
+            partial.write_text(content, encoding="utf-8", newline="")
             partial.rename(path)
         return path
 

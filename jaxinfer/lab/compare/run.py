@@ -159,7 +159,7 @@ class _Comparison:
         recipe = self.recipe
         if cell.kind == "similarity":
             text = recipe.calibration.text
-            path = None if text is None else self.texts.path(text)
+            path = None if text is None else self.texts.text_path(text)
             return figures.similarity(self.source(), path, recipe.calibration.tokens)
         model = self._made(cell.model)
         if cell.kind == "speed":
@@ -167,9 +167,7 @@ class _Comparison:
             known = self._timed(figures.shape_of(model), cell.span)
             return known or figures.speed(model, cell.span, recipe.speed, recipe.engine)
         evaluation = recipe.evaluation
-        texts = [
-            Text(name=grid.label(part), content=self.texts.content(part)) for part in evaluation.perplexity
-        ]
+        texts = [Text(name=grid.label(part), content=self.texts.text(part)) for part in evaluation.perplexity]
         questions = [self.texts.files / file for file in evaluation.multiple_choice]
         original = None if cell.model.role == "original" and cell.span == grid.FULL else self.source()
         found = figures.quality(model, original, cell.span, evaluation, texts, questions, recipe.engine)
@@ -223,7 +221,7 @@ class _Comparison:
         assert model.variant is not None
         assert model.method is not None
         text = self.recipe.calibration.text
-        calibration = None if text is None else self.texts.path(text)
+        calibration = None if text is None else self.texts.text_path(text)
         plan = self.recipe.head_plan(model.variant, model.method, model.seed or 0, calibration)
 
         def keep(change: HeadChange) -> None:  # before the model is there: who finds that has this, too

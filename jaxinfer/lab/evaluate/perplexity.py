@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxinfer.core import ConfigError, RequestError
+from jaxinfer.lab.data import one_text, read_content, texts_in
 from jaxinfer.lab.evaluate.estimate import Estimate, exponential, ratio
 from jaxinfer.lab.evaluate.scoring import Span, require_tokenizer, score_spans, starts_with_bos
 from jaxinfer.llm import LLM
@@ -129,16 +130,14 @@ class Perplexity:
 
 
 def read_text(file: str) -> Text:
-    """A file as one text, line ends as they are. Raises OSError, or RequestError for one that is no UTF-8 or
-    has nothing in it."""
-    try:
-        with Path(file).open(encoding="utf-8", newline="") as opened:
-            content = opened.read()
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{file}: byte {error.start} is not valid UTF-8", "prompt") from None
+    """A file as one text, read as training reads it, line ends as they are; the texts of a .jsonl file have a
+    blank line between them. Raises OSError, or RequestError for one that is no UTF-8, is not what it should
+    be, or has nothing in it."""
+    path = Path(file)
+    content = one_text(texts_in(read_content(path), path))
     if not content.strip():
         raise RequestError(f"{file}: no text in it", "prompt")
-    return Text(name=Path(file).name, content=content)
+    return Text(name=path.name, content=content)
 
 
 def text_spans(llm: LLM, text: Text, windowing: Windowing) -> tuple[list[Span], int]:

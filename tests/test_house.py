@@ -77,6 +77,18 @@ FORBIDDEN = {
     "checkpoints": {"jax", "jaxlib", "flax"},
 }
 
+# Who compiles, of jaxinfer, and what. A program that serves is the runtime's: it knows the buckets, and
+# that nothing is traced after warm-up. (The kernels, a leaf, jit their own functions.)
+JITS = {
+    "jaxinfer.runtime": "every program that serves",
+    "jaxinfer.lab.trainer": "updates and losses",
+    "jaxinfer.lab.evaluate.divergence": "two models' dense passes over a text, which no engine runs",
+    "jaxinfer.heads.attention": "one layer's attention over the calibration text, by conversion",
+    "jaxinfer.model.llama": "no program: one layer, so that programs lower equal layers once",
+    "jaxinfer.model.weights": "random weights of `random:CONFIG`, drawn on the device",
+}
+COMPILING = {"jit", "pjit", "pmap"}
+
 EVERYWHERE_FORBIDDEN = {"torch", "transformers"}
 
 # The one program that runs torch, to be compared with: a process of its own, which no module imports.
@@ -165,6 +177,44 @@ def test_a_planted_import_is_seen(tmp_path: Path, room: str, line: str) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text(f"def f():\n    {line}\n")
     assert faults(f"{room}.planted", planted)
+
+
+def compiles(path: Path) -> bool:
+    """Whether a file names one of jax's functions that compile, wherever in it and by whatever module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in COMPILING:
+            return True
+        if isinstance(node, ast.ImportFrom) and COMPILING & {alias.name for alias in node.names}:
+            return True
+    return False
+
+
+def test_who_compiles_is_named() -> None:
+    """And nobody is named who does not."""
+    found = {name for name, path in modules() if name.startswith("jaxinfer") and compiles(path)}
+    named = {name: next((j for j in JITS if name == j or name.startswith(j + ".")), None) for name in found}
+    unnamed = sorted(name for name, room in named.items() if room is None)
+    assert not unnamed, f"{unnamed} call jit and are not in JITS; can the runtime or the trainer do it?"
+    assert set(named.values()) == set(JITS)
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("y = jax.jit(f)", True),
+        ("@functools.partial(jax.jit, static_argnums=0)\n    def g(): ...", True),
+        ("from jax import jit", True),
+        ("from flax.nnx import jit as compiled", True),
+        ("y = nnx.jit(f)", True),
+        ("y = jax.pmap(f)", True),
+        ("y = 'jax.jit'  # jax.jit", False),
+        ("jitted = f(1)", False),
+    ],
+)
+def test_a_planted_jit_is_seen(tmp_path: Path, line: str, seen: bool) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text(f"def f():\n    {line}\n")
+    assert compiles(planted) is seen
 
 
 def test_one_program_alone_imports_torch() -> None:

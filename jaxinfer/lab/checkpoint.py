@@ -5,6 +5,7 @@
     DST.training/step-00000100/state    parameters and moments, an Orbax checkpoint {name: array}
     DST.training/step-00000100/state.json   step, data position, seed; sha256 of all of it
     DST.training/report.json            of a training that came to its end; states are gone then
+    DST.training/.lock                  held by the process that trains here, until it ends
 
 A state appears under its name when all of it is on disk. One that is damaged all the same is passed over,
 and the one before it is taken.
@@ -12,6 +13,8 @@ and the one before it is taken.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -32,6 +35,22 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8})")
 KEPT = 2
 """States that stay: the newest, and one in case it is damaged."""
+LOCK = ".lock"
+"""The file in a folder that its only writer holds."""
+
+
+@contextlib.contextmanager
+def held(file: Path, refusal: str) -> Iterator[None]:
+    """Hold `file`, which is made where it is missing, against all others who ask like this. The kernel lets
+    go of it when this process ends, however it does. Raises ConfigError with `refusal` where somebody has it,
+    OSError where it cannot be made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(refusal) from None
+        yield
 
 
 class TrainingFolder:
@@ -41,6 +60,11 @@ class TrainingFolder:
         self.path = destination.with_name(destination.name + ".training")
         self._run, self._report = self.path / "run.json", self.path / "report.json"
         self.log_path = self.path / "log.jsonl"
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody else trains in this folder meanwhile. Raises ConfigError where somebody does."""
+        refusal = f"{self.path}: another training is writing to it; wait for its end, or choose another DST"
+        return held(self.path / LOCK, refusal)
 
     def begin(self, run: dict[str, Any], *, resume: bool) -> None:
         """Make the folder for this run, or with `resume` find the run in it that it is.
@@ -53,9 +77,10 @@ class TrainingFolder:
         if self._report.exists():
             if resume:
                 raise ConfigError(f"{self.path}: this training came to its end; there is nothing to resume")
-            shutil.rmtree(self.path)
+            for entry in self._content():  # and not the folder: whoever holds it holds this file in it
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         if not resume:
-            if self.path.exists() and any(self.path.iterdir()):
+            if self._content():
                 raise ConfigError(
                     f"{self.path}: holds a training that was broken off; go on with --resume, or remove "
                     "the folder"
@@ -119,6 +144,11 @@ class TrainingFolder:
 
     def _place(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
+
+    def _content(self) -> list[Path]:
+        """All that a training has left here; its report last: while it is there, the training is finished."""
+        found = [entry for entry in self.path.iterdir() if entry.name != LOCK] if self.path.exists() else []
+        return sorted(found, key=lambda entry: entry == self._report)
 
     def _steps(self) -> list[int]:
         """Steps of the states that are there, newest first. What was being written when a process was killed

@@ -47,8 +47,8 @@ def uptrain(
 
     `resume` goes on from the newest state in DST.training, of a run with the same model, data and settings.
     Returns the report that the command prints. Raises ConfigError or RequestError for settings, models and
-    files that do not go together, CheckpointError for what cannot be read or written, TrainingError when loss
-    or gradients are not finite.
+    files that do not go together, and while another training writes there, CheckpointError for what cannot
+    be read or written, TrainingError when loss or gradients are not finite.
     """
     use_compile_cache(None)
     claim_memory()
@@ -67,26 +67,27 @@ def uptrain(
         "model": digest(loaded), "original": None if teaching is None else digest(teaching[1]),
         "data": blocks.digest(), "devices": mesh.size,
     }  # fmt: skip
-    folder.begin({**settings.fixed(), **run}, resume=resume)
-
-    trained, frozen = selection.split(subject.config, loaded, settings.train)
-    trainer = Trainer(graph, jax.eval_shape(lambda x: x, loaded), settings, mesh, teaching)
-    frozen = trainer.place(frozen)
-    record = folder.newest() if resume else None
-    if record is None:
-        state = trainer.begin(trained)
-        record = {"step": 0, "position": 0, "targets": 0, "seconds": 0.0}
-    else:
-        state = folder.restore(record["step"], trainer.shapes(trained))
-    del loaded, trained
-    state, pace = _train(trainer, state, frozen, blocks, held_out, folder, record, progress)
-    write_model(
-        destination, subject.checkpoint, tensors(subject, state.trained, settings), to=settings.to,
-        title=f"writing {destination.name}", progress=progress,
-    )  # fmt: skip
-    report = _report(subject, destination, folder, settings, state, record, pace)
-    folder.finish(report)
-    return report
+    with folder.held():
+        writing.check_free(destination)  # again: another training may have come to its end meanwhile
+        folder.begin({**settings.fixed(), **run}, resume=resume)
+        trained, frozen = selection.split(subject.config, loaded, settings.train)
+        trainer = Trainer(graph, jax.eval_shape(lambda x: x, loaded), settings, mesh, teaching)
+        frozen = trainer.place(frozen)
+        record = folder.newest() if resume else None
+        if record is None:
+            state = trainer.begin(trained)
+            record = {"step": 0, "position": 0, "targets": 0, "seconds": 0.0}
+        else:
+            state = folder.restore(record["step"], trainer.shapes(trained))
+        del loaded, trained
+        state, pace = _train(trainer, state, frozen, blocks, held_out, folder, record, progress)
+        write_model(
+            destination, subject.checkpoint, tensors(subject, state.trained, settings), to=settings.to,
+            title=f"writing {destination.name}", progress=progress,
+        )  # fmt: skip
+        report = _report(subject, destination, folder, settings, state, record, pace)
+        folder.finish(report)
+        return report
 
 
 # ----------------------------------------------------------------------------------------- beforehand

@@ -95,7 +95,7 @@ def test_killed_and_resumed_is_the_same_to_the_bit(whole, tmp_path: Path, where:
 
     # states are gone, the curve stays; another training there is a new one
     assert sorted(p.name for p in broken.with_name("broken.training").iterdir()) == [
-        "log.jsonl", "report.json", "run.json"
+        ".lock", "log.jsonl", "report.json", "run.json"
     ]  # fmt: skip
     shutil.rmtree(broken)
     with pytest.raises(ConfigError, match="came to its end"):

@@ -23,7 +23,7 @@ from jaxinfer.lab.data import has_lines, lines_in, one_text, read_content, texts
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["quality", "speed", "similarity"]
+Kind = Literal["quality", "speed", "similarity", "source"]
 LETTERS = 16
 """Hexadecimal digits of a name: among a million cells, two of one name have odds of one in ten million."""
 

@@ -2,11 +2,14 @@
 
 OUTPUT/results.json, report.md, *.png    the report
 OUTPUT/cells/NAME.json                   finished cells: what makes a comparison go on where it stopped
+OUTPUT/source/NAME.json                  what the report says of a source that was trained here
+OUTPUT/.lock                             held by the comparison that is writing here
 OUTPUT/work/models, OUTPUT/work/texts    models by content, parts of texts; may be removed
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -21,6 +24,7 @@ import checkpoints
 from jaxinfer.convert import convert
 from jaxinfer.core import ConfigError, JaxInferError
 from jaxinfer.heads import HeadChange
+from jaxinfer.lab.checkpoint import LOCK, held
 from jaxinfer.lab.compare import cells as grid
 from jaxinfer.lab.compare import figures, plots, report, source
 from jaxinfer.lab.compare.cells import Cell, CellFolder, Model, Texts, identity, model_config
@@ -47,28 +51,32 @@ def compare(
 ) -> dict[str, Any]:
     """Run the cells of `recipe` that `output` does not have, write the report, and return results.json's
     value. `files`: the folder to which the recipe's texts are relative. `draw`: plots, too. `report_only`:
-    run nothing, and report on what is there.
+    run nothing, and report on what is there, be it of a comparison that is running.
 
     A cell that fails is kept with its error, does not stop the others, and is run again the next time.
     Raises OSError, ConfigError, RequestError or CheckpointError for texts, a source or an output folder that
-    cannot be used at all, and for plots without matplotlib.
+    cannot be used at all, for a folder to which another comparison is writing, and for plots without
+    matplotlib.
     """
     if draw:
         plots.check()
-    comparison = _Comparison(recipe, output.absolute(), files, say)
-    comparison.prepare()
-    rows = comparison.rows() if report_only else comparison.run(discard_models)
-    value = report.results(recipe, rows, comparison.source_figures())
-    report.write(value, output)
-    if draw:
-        plots.draw(value, output)
+    output.mkdir(parents=True, exist_ok=True)
+    refusal = f"another comparison is writing to {output}; wait for its end, or take another folder"
+    with contextlib.nullcontext() if report_only else held(output / LOCK, refusal):
+        comparison = _Comparison(recipe, output.absolute(), files, say)
+        comparison.prepare()
+        rows = comparison.rows() if report_only else comparison.run(discard_models)
+        value = report.results(recipe, rows, comparison.source_figures())
+        report.write(value, output)
+        if draw:
+            plots.draw(value, output)
     return value
 
 
 class _Comparison:
     def __init__(self, recipe: Recipe, output: Path, files: Path, say: Say):
         self.recipe, self.output, self.say = recipe, output, say
-        self.folder = CellFolder(output / "cells")
+        self.folder, self.sources = CellFolder(output / "cells"), CellFolder(output / "source")
         self.texts = Texts(files, output / "work" / "texts")
         self.models = output / "work" / "models"
         self._failed: dict[str, str] = {}
@@ -91,7 +99,6 @@ class _Comparison:
             checkpoints.open_checkpoint(self._source)
             self.source_name = _digest_of(self._source)
         self.cells = grid.cells(self.recipe, self.source_name, self.texts)
-        self.output.mkdir(parents=True, exist_ok=True)
 
     @property
     def _source_path(self) -> Path:
@@ -111,17 +118,28 @@ class _Comparison:
         return self._source
 
     def source_figures(self) -> dict[str, Any]:
-        """What the report says of the original."""
+        """What the report says of the original. Of one that was trained here it is kept, for when the model
+        is there no longer."""
         wanted = self.recipe.source
-        path = self.source()
-        found: dict[str, Any] = {"name": self.source_name, "shape": figures.shape_of(path)}
-        found["model"] = "trained here" if isinstance(wanted, Pretraining) else wanted
-        found["training"] = _training(path) if isinstance(wanted, Pretraining) else None
-        return found
+        if not isinstance(wanted, Pretraining):
+            shape = figures.shape_of(self.source())
+            return {"name": self.source_name, "shape": shape, "model": wanted, "training": None}
+        kept = self.sources.read(self._source_cell)
+        if kept is None:
+            path = self.source()
+            kept = {"shape": figures.shape_of(path), "model": "trained here", "training": _training(path)}
+            self.sources.write(self._source_cell, kept)
+        return {"name": self.source_name, **kept}
+
+    @property
+    def _source_cell(self) -> Cell:
+        return Cell("source", Model(), grid.FULL, {"kind": "source", "source": self.source_name})
 
     def rows(self) -> list[dict[str, Any]]:
         """What there is of all cells, in order. Raises ConfigError where not even the source is there."""
-        if isinstance(self.recipe.source, Pretraining) and not self._source_path.exists():
+        if isinstance(self.recipe.source, Pretraining) and not (
+            self.sources.read(self._source_cell) or source.is_whole(self._source_path)
+        ):
             raise ConfigError(f"nothing to report: {self.output} has no source, and no cell, of this recipe")
         return [_row(cell, self.folder.read(cell)) for cell in self.cells]
 
@@ -130,7 +148,9 @@ class _Comparison:
         found = {cell.name: self.folder.read(cell) for cell in self.cells}
         todo = [cell for cell in self.cells if (found[cell.name] or {}).get("status") != "done"]
         self.say(f"compare {self.recipe.name}: {len(self.cells)} cells, {len(todo)} to run")
-        self.source()
+        if todo:
+            self.source()
+            self.source_figures()  # kept from now on
         for number, cell in enumerate(todo, 1):
             began = time.perf_counter()
             self.say(f"cell {number}/{len(todo)}: {cell}")
@@ -148,7 +168,9 @@ class _Comparison:
     def _record(self, cell: Cell) -> dict[str, Any]:
         base = {"versions": report.versions(), "revision": report.revision(), "error": None, "figures": None}
         try:
-            return {**base, "status": "done", "figures": self._figures(cell)}
+            found = self._figures(cell)
+            json.dumps(found, allow_nan=False)  # what cannot be kept is this cell's fault, and no other's
+            return {**base, "status": "done", "figures": found}
         except Exception as error:  # whatever it is: the other cells can still be run
             text = " ".join(f"{type(error).__name__}: {error}".split())
             return {**base, "status": "failed", "error": text.replace(str(self.output), ".")[:500]}

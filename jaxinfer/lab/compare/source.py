@@ -48,15 +48,17 @@ def broken_off(destination: Path) -> bool:
     return (folder / "run.json").exists() and not (folder / "report.json").exists()
 
 
+def is_whole(model: Path) -> bool:
+    """Whether a model is there as a whole, with the report of its training."""
+    return (model / "config.json").exists() and not broken_off(model)
+
+
 def is_made(model: Path) -> bool:
     """Whether a model is there as a whole. One whose training was broken off after it was written, and before
     its report, is taken away: going on from the last state gives it again, and the report."""
-    if not (model / "config.json").exists():
-        return False
-    if broken_off(model):
+    if broken_off(model) and model.exists():
         shutil.rmtree(model)
-        return False
-    return True
+    return is_whole(model)
 
 
 def write_initial(wanted: Pretraining, data: Sequence[Path], destination: Path) -> None:

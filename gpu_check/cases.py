@@ -218,9 +218,9 @@ def _programs() -> Iterator[Case]:
             functools.partial(step_kernels, whole),
         )
     for rows, changes, budget in (
-        (1, 0, Budget(84, temp_mib=4)),
-        (MOST_ROWS, 0, Budget(90, temp_mib=780)),
-        (MOST_ROWS, MOST_ROWS * FEW_CHANGES, Budget(94, temp_mib=780)),
+        (1, 0, Budget(92, temp_mib=4)),
+        (MOST_ROWS, 0, Budget(98, temp_mib=780)),
+        (MOST_ROWS, MOST_ROWS * FEW_CHANGES, Budget(103, temp_mib=780)),
     ):
         program = functools.partial(other, SampleShape(rows, changes))
         yield Case(f"choose/{rows}x{changes}", program, budget, FEW)

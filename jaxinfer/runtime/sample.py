@@ -97,22 +97,26 @@ def sample(
         jnp.any(drawing), lambda: jnp.where(drawing, _draw(allowed, inputs), greedy), lambda: greedy
     )
     token = jnp.where(none_left, 0, token)
-    out = report(logits, token, jnp.any(inputs.top_logprobs > 0))
-    if inputs.told is not None:
-        out = _told(logits, inputs.told, out)
+    out = report(logits, token, jnp.any(inputs.top_logprobs > 0), inputs.told)
     return out._replace(
         logprob=jnp.where(none_left, -jnp.inf, out.logprob), rank=jnp.where(none_left, 0, out.rank)
     )
 
 
-def report(logits: jax.Array, token: jax.Array, with_top: jax.Array) -> SamplingOutputs:
-    """How likely `token` int32 [B] is under `logits` float32 [B, V]; and with `with_top`, which are most.
+def report(
+    logits: jax.Array, token: jax.Array, with_top: jax.Array, told: jax.Array | None = None
+) -> SamplingOutputs:
+    """How likely `token` int32 [B] is under `logits` float32 [B, V]; with `with_top`, which are most; and of
+    the ids `told` (`SamplingInputs`), how likely they are.
 
     A rank is 1 + the number of likelier tokens: equal ones share the best they could have.
     """
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1, mode="clip")  # [B, 1]
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top_ids, top_logprobs = lax.cond(with_top, lambda: _top(logits, normalizer), lambda: _no_top(logits))
+    top = lax.cond(with_top, lambda: _top(logits, normalizer), lambda: _no_top(logits))
+    if told is not None:
+        top = lax.cond(jnp.any(told >= 0), lambda: _told(logits, normalizer, told, top), lambda: top)
+    top_ids, top_logprobs = top
     return SamplingOutputs(
         token=token,
         logprob=(chosen - normalizer)[:, 0],
@@ -122,18 +126,15 @@ def report(logits: jax.Array, token: jax.Array, with_top: jax.Array) -> Sampling
     )
 
 
-def _told(logits: jax.Array, ids: jax.Array, out: SamplingOutputs) -> SamplingOutputs:
-    """The outputs, with the ranks and logprobs of `ids` int32 [B, K] in the rows that have some."""
+def _told(
+    logits: jax.Array, normalizer: jax.Array, ids: jax.Array, top: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Ranks and logprobs of `ids` int32 [B, K] in the rows that have some, and `top` in the others."""
     asked = ids[:, :1] >= 0
-
-    def tell() -> tuple[jax.Array, jax.Array]:
-        values = jnp.take_along_axis(logits, ids, axis=1, mode="clip")  # [B, K]
-        ranks = 1 + jnp.sum(logits[:, None, :] > values[:, :, None], axis=-1, dtype=jnp.int32)
-        logprobs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        return jnp.where(asked, ranks, out.top_ids), jnp.where(asked, logprobs, out.top_logprobs)
-
-    top_ids, top_logprobs = lax.cond(jnp.any(asked), tell, lambda: (out.top_ids, out.top_logprobs))
-    return out._replace(top_ids=top_ids, top_logprobs=top_logprobs)
+    values = jnp.take_along_axis(logits, ids, axis=1, mode="clip")  # [B, K]
+    # One id after the other: all at once is a kernel of K sums a row, which spills its registers on a GPU.
+    likelier = lax.map(lambda each: jnp.sum(logits > each[:, None], axis=-1, dtype=jnp.int32), values.T)
+    return jnp.where(asked, 1 + likelier.T, top[0]), jnp.where(asked, values - normalizer, top[1])
 
 
 def _changed(logits: jax.Array, changes: Changes) -> jax.Array:

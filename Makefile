@@ -42,14 +42,16 @@ demo: $(VENV)/.installed-run
 	$(BIN)/jaxinfer pull smollm2-135m
 	$(BIN)/jaxinfer generate smollm2-135m "Gravity is the force that" --max-tokens 64 --temperature 0
 
+# In so many processes; a file's tests stay together, for what they load once.
+WORKERS ?= 2
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
 
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not model"
+	$(BIN)/python -m pytest -m "not slow and not model" -n $(WORKERS) --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

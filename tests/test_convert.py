@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import folder_writing
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
 from gguf.constants import GGMLQuantizationType as BlockType
+from gguf_writing import random_weights, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
+from small_tokenizers import SmallSource, small_source
 from tiny import GOLDEN, greedy, tiny_build
 
 import checkpoints
@@ -32,12 +34,6 @@ from jaxinfer.model import weights
 from jaxinfer.text import ChatTemplate, Tokenizer, load_tokenizer
 from jaxinfer.text.export import hugging_face_files
 from jaxinfer.text.gguf_tokenizer import PRE_KINDS
-
-# Shared by the tests of two rooms.
-sys.path += [str(Path(__file__).parent / room) for room in ("checkpoints", "text")]
-import folder_writing
-from gguf_writing import random_weights, write_gguf
-from small_tokenizers import SmallSource, small_source
 
 STORIES = GOLDEN / "stories260k"
 CASES = json.loads((GOLDEN / "tokenizer_cases.json").read_text())["cases"]

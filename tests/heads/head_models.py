@@ -15,6 +15,7 @@ from tiny import GOLDEN, random_tensors, tiny_build
 import checkpoints
 from checkpoints.writing import PendingTensor, write_safetensors
 from jaxinfer.config import ModelConfig
+from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, decide
 from jaxinfer.model import weights
 
 STORIES = GOLDEN / "stories260k"
@@ -37,6 +38,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "windows": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 7},
 }  # fmt: skip
 """Changes of KEYS that conversion has to care about."""
+
+METHODS = ("mean", "first", "random", "norm-weighted", "similarity", "align", "svd")
+"""All that merge."""
 
 TEXTS = np.random.default_rng(5).integers(3, 512, (2, 24))
 
@@ -84,8 +88,22 @@ def logits_of(source: Any, texts: np.ndarray = TEXTS) -> np.ndarray:
     return np.asarray(model.logits(hidden.reshape(-1, config.hidden_size))).reshape(*texts.shape, -1)
 
 
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    """To 1e-5 of the largest logit, which is no small one."""
+    largest = np.abs(expected).max()
+    assert largest > 1
+    np.testing.assert_allclose(found, expected, atol=1e-5 * largest, rtol=0)
+
+
 def opened(folder: Path) -> Any:
     return checkpoints.open_checkpoint(folder)
+
+
+def regrouped(folder: Path, favors: Any = None, **plan: Any) -> tuple[Regrouped, HeadChange]:
+    """A checkpoint seen with the heads of this plan, and what was done."""
+    source = opened(folder)
+    change = decide(source, HeadPlan(**plan), favors=favors, progress=False)
+    return Regrouped(source, change), change
 
 
 def tensors_of(source: Any) -> dict[str, np.ndarray]:

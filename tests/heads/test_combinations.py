@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from head_models import KEYS, drawn, heads_of, logits_of, model_folder, opened, tensors_of
+from folder_writing import write_safetensors
+from head_models import KEYS, assert_close, drawn, heads_of, logits_of, model_folder, opened, tensors_of
 
 from jaxinfer.config import Favor, ModelConfig
 from jaxinfer.convert import convert
 from jaxinfer.heads import HeadPlan
-
-# Shared by the tests of two rooms.
-sys.path.append(str(Path(__file__).parent.parent / "checkpoints"))
-from folder_writing import write_safetensors
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -52,10 +48,6 @@ def mean_of(tensors: dict[str, np.ndarray], counts: tuple[int, ...]) -> dict[str
 
 def converted(source: Path, name: str, **options: Any) -> Path:
     return convert(source, source.parent / name, to="safetensors", progress=False, **options)
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,13 +13,16 @@ import pytest
 from head_models import (
     FAMILIES,
     KEYS,
+    METHODS,
     STORIES,
+    assert_close,
     drawn,
     equal_heads,
     heads_of,
     logits_of,
     model_folder,
     opened,
+    regrouped,
     tensors_of,
 )
 from hypothesis import given, settings
@@ -32,23 +35,8 @@ from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, calibrate, decide, k
 from jaxinfer.heads.decide import _Layer
 from jaxinfer.planner import ModelCosts
 
-METHODS = ("mean", "first", "random", "norm-weighted", "similarity", "align", "svd")
-CLOSE = 1e-5
-"""Of the largest logit."""
 FEW = (StepShape(4, 4, 0), StepShape(36, 4, 4))
 """Two programs: one of decodes, one of everything."""
-
-
-def regrouped(folder: Path, **plan: Any) -> tuple[Regrouped, HeadChange]:
-    source = opened(folder)
-    change = decide(source, HeadPlan(**plan), progress=False)
-    return Regrouped(source, change), change
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    largest = np.abs(expected).max()
-    assert largest > 1
-    np.testing.assert_allclose(found, expected, atol=CLOSE * largest, rtol=0)
 
 
 # --------------------------------------------------------------------------------------- what loses nothing

@@ -12,13 +12,16 @@ import pytest
 from head_models import (
     FAMILIES,
     KEYS,
+    METHODS,
     STORIES,
+    assert_close,
     drawn,
     equal_heads,
     heads_of,
     logits_of,
     model_folder,
     opened,
+    regrouped,
     tensors_of,
 )
 
@@ -26,13 +29,12 @@ from jaxinfer.cli import main
 from jaxinfer.config import Favor, ModelConfig
 from jaxinfer.convert import convert
 from jaxinfer.core import ConfigError
-from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, calibrate, decide, lines
+from jaxinfer.heads import HeadPlan, calibrate, lines
 from jaxinfer.model import rope
 from jaxinfer.model.kv import create_kv
 from jaxinfer.model.step import DenseStep
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
-METHODS = ("mean", "first", "random", "norm-weighted", "similarity", "align", "svd")
 FAVOR = Favor(24, 3)
 
 
@@ -40,16 +42,6 @@ def with_linear(keys: dict[str, Any], *layers: int) -> dict[str, Any]:
     return keys | {
         "linear_attention": {"layers": list(layers), "features": FAVOR.features, "seed": FAVOR.seed}
     }
-
-
-def changed(folder: Path, favors: Any = None, **plan: Any) -> tuple[Regrouped, HeadChange]:
-    source = opened(folder)
-    change = decide(source, HeadPlan(**plan), favors=favors, progress=False)
-    return Regrouped(source, change), change
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "windows"])
@@ -61,7 +53,7 @@ def test_equal_heads_lose_nothing_there_either(tmp_path: Path, family: str) -> N
     expected = logits_of(opened(folder))
     for method in METHODS:
         compared = {"calibration_tokens": 150} if method in ("align", "svd") else {"measure": "weights"}
-        view, change = changed(folder, method=method, kv_heads=2, **compared)
+        view, change = regrouped(folder, method=method, kv_heads=2, **compared)
         assert_close(logits_of(view), expected)
         assert max(layer.attention_error or 0 for layer in change.layers) < 1e-3
         assert change.after.linear_layers == (0,)
@@ -73,7 +65,7 @@ def test_equal_heads_lose_nothing_there_either(tmp_path: Path, family: str) -> N
         {"kv_heads": 3, "method": "repeat", "unequal_groups": True},  # query heads of zeros
         {"groups": (((1,), (0,)),) * 2},
     ):
-        assert_close(logits_of(changed(few, **plan)[0]), expected)
+        assert_close(logits_of(regrouped(few, **plan)[0]), expected)
 
 
 @pytest.mark.parametrize("becomes", ["as it is", "linear", "softmax"])
@@ -85,7 +77,7 @@ def test_the_error_of_attention_is_that_of_the_model_that_is_written(
     keys = KEYS if becomes == "linear" else with_linear(KEYS, 0)
     favors = {"as it is": None, "linear": [FAVOR, None], "softmax": [None, None]}[becomes]
     folder = model_folder(tmp_path / "model", keys, drawn(keys))
-    view, change = changed(folder, favors, kv_heads=2, method=method, calibration_tokens=120)
+    view, change = regrouped(folder, favors, kv_heads=2, method=method, calibration_tokens=120)
     pieces = calibrate.calibration_pieces(opened(folder), None, 120)
     before, after = (first_attention(source, pieces) for source in (opened(folder), view))
     expected = np.linalg.norm(after - before) / np.linalg.norm(before)
@@ -116,7 +108,7 @@ def test_turned_keys_are_as_they_were_to_softmax_and_another_draw_to_features(tm
             heads[head] = np.concatenate([low * cos - high * sin, high * cos + low * sin])
     keys = with_linear(KEYS, 1)
     folder = model_folder(tmp_path / "model", keys, tensors)
-    change = changed(folder, kv_heads=1, method="align", calibration_tokens=200)[1]
+    change = regrouped(folder, kv_heads=1, method="align", calibration_tokens=200)[1]
     assert change.layers[0].attention_error == pytest.approx(0, abs=1e-3)
     assert change.layers[1].key_error < 1e-3
     assert change.layers[1].attention_error is not None
@@ -131,18 +123,18 @@ def test_a_budget_is_of_what_pages_hold(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", keys, drawn(keys))
     for unequal in (False, True):
         plan = {"kv_budget": 0.25, "calibration_tokens": 60, "unequal_groups": unequal}
-        change = changed(folder, **plan)[1]
+        change = regrouped(folder, **plan)[1]
         counts = [layer.num_kv_heads for layer in change.after.layers]
         assert counts[1:3] == [8, 8]
         assert counts[0] + counts[3] <= 4
     with pytest.raises(ConfigError, match=r"kv_budget 0\.1 of 16 KV heads is 1, and each of 2 layers"):
-        changed(folder, kv_budget=0.1)
+        regrouped(folder, kv_budget=0.1)
     # in one go: of the layers that will have pages
     plain = model_folder(tmp_path / "plain", KEYS, drawn(KEYS))
-    change = changed(plain, [FAVOR, None], kv_budget=0.5, calibration_tokens=60)[1]
+    change = regrouped(plain, [FAVOR, None], kv_budget=0.5, calibration_tokens=60)[1]
     assert [layer.num_kv_heads for layer in change.after.layers] == [8, 4]
     with pytest.raises(ConfigError, match="kv_budget: every layer has linear attention, which holds no K/V"):
-        changed(plain, [FAVOR, FAVOR], kv_budget=0.5)
+        regrouped(plain, [FAVOR, FAVOR], kv_budget=0.5)
 
 
 def test_one_go_and_either_order_write_the_same(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as BlockType
+from gguf_writing import random_weights, write_gguf
 from head_models import KEYS, STORIES, drawn, model_folder, opened, tensors_of
+from small_tokenizers import small_source
 
 from jaxinfer.cli import main
 from jaxinfer.convert import convert
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadPlan, decide
-
-# Shared by the tests of two rooms.
-sys.path += [str(Path(__file__).parent.parent / room) for room in ("checkpoints", "text")]
-from gguf_writing import random_weights, write_gguf
-from small_tokenizers import small_source
 
 PLANS: list[tuple[dict[str, Any], str]] = [
     ({}, "one of kv_heads, kv_budget and groups .* got none"),

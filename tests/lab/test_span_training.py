@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from dense import dense_logits
+from span_masks import mask_of
 from tiny import first_layers
 from training import STORIES, text_file
 
@@ -22,10 +23,6 @@ from jaxinfer.lab.data import Order, pack, read_texts, token_stream
 from jaxinfer.lab.settings import Settings
 from jaxinfer.lab.subject import open_subject
 from jaxinfer.lab.uptrain import uptrain
-
-sys.path.append(str(Path(__file__).parent.parent / "model"))  # shared by the tests of two rooms
-from dense import dense_logits
-from span_masks import mask_of
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 LENGTH = 24

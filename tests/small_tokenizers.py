@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.text.pieces import gpt2_alphabet
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 CHATML = (
     "{% for message in messages %}"

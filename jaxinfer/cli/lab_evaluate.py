@@ -97,7 +97,7 @@ class Evaluate:
         if self.greedy_prompt < 1 or self.greedy_tokens < 0:
             raise UsageError("--greedy-prompt takes 1 token at least, and --greedy-tokens 0")
         span = self.engine.span()
-        if reason := no_scoring(span):
+        if reason := no_scoring(span, self.window if self.perplexity or self.agreement else None):
             raise UsageError(f"--attention-span {self.engine.attention_span}: {reason}")
         if self.against is not None and self.exact_kl and isinstance(span, TopPagesSpan):
             raise UsageError(

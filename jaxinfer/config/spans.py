@@ -147,12 +147,18 @@ class TopPagesSpan:
 AttentionSpan = WindowSpan | PageSpan | TopPagesSpan
 
 
-def no_scoring(span: AttentionSpan | None) -> str | None:
-    """Why a text that is scored tells nothing of a span; None where it does."""
+def no_scoring(span: AttentionSpan | None, tokens: int | None = None) -> str | None:
+    """Why texts that are scored tell nothing of a span; None where they do. `tokens`: how many each has at
+    most, if that is known."""
     if isinstance(span, TopPagesSpan) and span.pages.start is None:
         return (
             "under topk-pages only the queries after a prompt choose pages, and a text that is scored is all "
             "prompt, which sees everything; say from:P, the position from which queries of texts choose too"
+        )
+    if isinstance(span, TopPagesSpan) and tokens is not None and (span.pages.start or 0) >= tokens:
+        return (
+            f"queries choose pages from position {span.pages.start} on, and texts are scored {tokens} tokens "
+            "at a time: none chooses; say a lower from:P"
         )
     return None
 

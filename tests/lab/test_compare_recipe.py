@@ -130,6 +130,7 @@ def test_the_examples_are_recipes(path: Path) -> None:
         (r"grid\.seeds is empty", {"grid__seeds": []}),
         (r"grid\.spans: attention_span 'far' is none of", {"grid__spans": ["far"]}),
         (r"grid\.spans: 'topk-pages:2,skip:1': .*say from:P", {"grid__spans": ["topk-pages:2,skip:1"]}),
+        (r"from position 32 on, and texts are scored 32 tokens", {"grid__spans": ["topk-pages:2,from:32"]}),
         (r"grid\.token is not known", {"grid__token": [1]}),
         (r"grid\.control must be true or false", {"grid__control": "no"}),
         (r"^uptrain is missing", {"uptrain": None}),

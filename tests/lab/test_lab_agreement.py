@@ -194,6 +194,10 @@ def test_the_command_measures_and_compares(compile_cache, tmp_path: Path, capsys
         (["--perplexity", "FILE", "--against", "x", "--greedy-prompt", "0"], "--greedy-prompt takes"),
         (["--perplexity", "FILE", "--attention-span", "topk-pages:2"], "say from:P"),
         (
+            ["--perplexity", "FILE", "--window", "8", "--attention-span", "topk-pages:2,from:8"],
+            "none chooses",
+        ),
+        (
             ["--perplexity", "FILE", "--against", "x", "--attention-span", "topk-pages:1,from:0"],
             "--no-exact-kl",
         ),

@@ -362,7 +362,8 @@ def _check(recipe: Recipe) -> None:
     try:
         page_size = EngineConfig(**recipe.engine).page_size
         for span in recipe.spans:
-            if span != FULL and (reason := no_scoring(attention_span(span, page_size))):
+            window = recipe.evaluation.windowing.window
+            if span != FULL and (reason := no_scoring(attention_span(span, page_size), window)):
                 raise ConfigError(f"{span!r}: {reason}")
     except ConfigError as error:
         raise ConfigError(f"engine, grid.spans: {error}") from None

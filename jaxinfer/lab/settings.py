@@ -87,6 +87,16 @@ class Settings:
         for name in ("eval_every", "save_every", "seed"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 0, f"{name} must be 0 or more, got {value!r}")
+        for name in ("remat", "shard_params"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
+        files = self.eval_file
+        texts = isinstance(files, tuple) and all(isinstance(file, str) for file in files)
+        _require(texts, f"eval_file must be a tuple of file names, got {files!r}")
+        _require(
+            self.distill is None or isinstance(self.distill, str),
+            f"distill must name a model, got {self.distill!r}",
+        )
         for name in ("dtype", "train", "to", "save_dtype"):
             allowed = _choices(name)
             value = getattr(self, name)

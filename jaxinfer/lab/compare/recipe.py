@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import Any
 from jaxinfer.config import EngineConfig, ModelConfig, attention_span, no_scoring
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadPlan, stated_groups
+from jaxinfer.lab.compare.table import Table, TextPart
 from jaxinfer.lab.evaluate import Windowing
 from jaxinfer.lab.settings import Settings
 from jaxinfer.planner import device_sheet
@@ -41,15 +40,6 @@ ENGINE_KEYS = (
     "kv_cache_dtype",
     "page_size",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """A file, and which part of its characters: shares from 0 to 1."""
-
-    file: str
-    start: float = 0.0
-    end: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +181,12 @@ def read_recipe(file: str | Path) -> Recipe:
 
 def parse_recipe(value: dict[str, Any], name: str = "comparison") -> Recipe:
     """A recipe from what its TOML says. `name` is its name where it does not say one."""
-    table = _Table(value, "")
+    table = Table(value, "")
     grid = table.table("grid")
     tokens = grid.ints("tokens", least=0, default=(0,))
+    unread, reason = not any(tokens), "nothing is learnt: grid.tokens has no number above 0"
+    _refuse_unread(grid, unread, reason, "control", "trained_under")
+    _refuse_unread(table, unread, reason, "uptrain")
     recipe = Recipe(
         name=table.text("name", name),
         source=_source(table.table("source")),
@@ -205,7 +198,7 @@ def parse_recipe(value: dict[str, Any], name: str = "comparison") -> Recipe:
         trained_under=tuple(grid.texts("trained_under", (FULL,))),
         control=grid.flag("control", True),
         calibration=_calibration(table.table("calibration", optional=True)),
-        uptraining=_uptraining(table.table("uptrain", optional=max(tokens) == 0)),
+        uptraining=_uptraining(table.table("uptrain", optional=not any(tokens))),
         evaluation=_evaluation(table.table("evaluate")),
         speed=_speed(table.table("speed", optional=True)),
         engine=table.table("engine", optional=True).rest(),
@@ -216,14 +209,21 @@ def parse_recipe(value: dict[str, Any], name: str = "comparison") -> Recipe:
     return recipe
 
 
-def _source(table: _Table) -> str | Pretraining:
+def _refuse_unread(table: Table, unread: bool, reason: str, *names: str) -> None:
+    """Raises ConfigError for a key that is stated and that nothing reads."""
+    for name in names:
+        if unread and name in table.value:
+            raise ConfigError(f"{table.key(name)} would not be read: {reason}")
+
+
+def _source(table: Table) -> str | Pretraining:
     if "model" in table.value:
         model = table.text("model")
         table.close()
         return model
     data = table.parts("data")
     config = table.table("config").rest()
-    vocabulary = table.ints("vocabulary", least=257, single=True)[0]
+    vocabulary = table.integer("vocabulary", least=257)
     settings = table.table("train").rest()
     table.close()
     if "tokens" not in settings:
@@ -231,19 +231,26 @@ def _source(table: _Table) -> str | Pretraining:
     for key in ("distill", "eval_file", "devices", "steps", "train"):
         if key in settings:
             raise ConfigError(f"source.train.{key} has no place here")
-    _settings(settings, "source.train")
+    length = _settings(settings, "source.train").sequence_length
     try:
-        ModelConfig.from_hf({**config, "vocab_size": vocabulary})
-    except ConfigError as error:
-        raise ConfigError(f"source.config: {error}") from None
+        longest = ModelConfig.from_hf({**config, "vocab_size": vocabulary}).longest_position
+    except (ConfigError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        # from_hf reads what has been published; a value of another type fails wherever it is used
+        raise ConfigError(f"source.config: {error}; values are those of a config.json") from None
+    if length > longest:
+        raise ConfigError(
+            f"source.train: sequence_length {length} is more than the model's own limit of {longest}"
+        )
     return Pretraining(config, vocabulary, data, settings)
 
 
-def _variant(table: _Table) -> Variant:
+def _variant(table: Table) -> Variant:
     counts = table.take("kv_heads", None)
     if isinstance(counts, list):
         counts = tuple(counts)
-    budget = table.take("kv_budget", None)
+    if counts == ():
+        raise ConfigError(f"{table.key('kv_heads')} has no layer: say a number for all, or one for each")
+    budget = table.number("kv_budget", None)
     lists = table.take("groups", None)
     default = "x".join(map(str, counts)) if isinstance(counts, tuple) else f"{counts}-heads"
     if budget is not None:
@@ -254,7 +261,7 @@ def _variant(table: _Table) -> Variant:
     try:
         groups = None if lists is None else stated_groups(lists)
         HeadPlan(kv_heads=counts, kv_budget=budget, groups=groups, unequal_groups=unequal)
-    except (ConfigError, TypeError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{table.name}: {error}") from None
     return Variant(name, counts, budget, groups, unequal)
 
@@ -264,22 +271,22 @@ def _method(value: Any, place: int) -> Method:
         return Method(value, value)
     if not isinstance(value, dict):
         raise ConfigError(f"grid.methods[{place}] must be a name or a table, got {value!r}")
-    table = _Table(value, f"grid.methods[{place}]")
+    table = Table(value, f"grid.methods[{place}]")
     method = table.text("method")
-    grouping, measure = table.take("grouping", None), table.take("measure", None)
+    grouping, measure = table.text("grouping", None), table.text("measure", None)
     name = table.text("name", "-".join([method, *filter(None, (grouping, measure))]))
     table.close()
     return Method(name, method, grouping, measure)
 
 
-def _calibration(table: _Table) -> Calibration:
-    tokens = table.ints("tokens", least=2, single=True)[0] if "tokens" in table.value else None
+def _calibration(table: Table) -> Calibration:
+    tokens = table.integer("tokens", None, least=2)
     text = table.parts("text", single=True)[0] if "text" in table.value else None
     table.close()
     return Calibration(text, tokens)
 
 
-def _uptraining(table: _Table) -> Uptraining | None:
+def _uptraining(table: Table) -> Uptraining | None:
     if not table.value:
         return None
     data, distill = table.parts("data"), table.flag("distill", False)
@@ -293,46 +300,57 @@ def _uptraining(table: _Table) -> Uptraining | None:
     return Uptraining(data, distill, settings)
 
 
-def _settings(values: dict[str, Any], where: str) -> None:
+def _settings(values: dict[str, Any], where: str) -> Settings:
     known = {field.name for field in dataclasses.fields(Settings)}
     if unknown := [key for key in values if key not in known]:
         raise ConfigError(f"{where}.{unknown[0]} is not known; there are {', '.join(sorted(known))}")
     try:
-        Settings(**values)
+        return Settings(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _evaluation(table: _Table) -> Evaluation:
-    window = table.ints("window", least=2, default=(256,), single=True)[0]
-    stride = table.ints("stride", least=1, default=(window,), single=True)[0]
-    limit = table.ints("windows", least=1, single=True)[0] if "windows" in table.value else None
-    questions = table.ints("questions", least=1, single=True)[0] if "questions" in table.value else None
+def _evaluation(table: Table) -> Evaluation:
+    window = table.integer("window", 256, least=2)
+    assert window is not None
+    stride, limit = table.integer("stride", window, least=1), table.integer("windows", None, least=1)
+    choices, questions = tuple(table.texts("multiple_choice", ())), table.integer("questions", None, least=1)
+    _refuse_unread(table, not choices, "evaluate.multiple_choice names no file", "questions")
     try:
         windowing = Windowing(window=window, stride=stride, limit=limit)
     except ConfigError as error:
         raise ConfigError(f"evaluate: {error}") from None
     result = Evaluation(
-        perplexity=table.parts("perplexity"), multiple_choice=tuple(table.texts("multiple_choice", ())),
+        perplexity=table.parts("perplexity"), multiple_choice=choices,
         questions=questions, windowing=windowing, agreement=table.flag("agreement", False),
     )  # fmt: skip
     table.close()
     return result
 
 
-def _speed(table: _Table) -> Speed | None:
+def _speed(table: Table) -> Speed | None:
     if not table.value:
         return None
     result = Speed(
         device=table.text("device", "h200"),
         contexts=table.ints("contexts", least=1),
-        batch=table.ints("batch", least=1, default=(8,), single=True)[0],
-        output=table.ints("output", least=2, default=(256,), single=True)[0],
+        batch=table.integer("batch", 8, least=1),
+        output=table.integer("output", 256, least=2),
         measured_contexts=table.ints("measured_contexts", least=1, default=()),
-        measured_output=table.ints("measured_output", least=2, default=(16,), single=True)[0],
-        repeats=table.ints("repeats", least=1, default=(3,), single=True)[0],
+        measured_output=table.integer("measured_output", 16, least=2),
+        repeats=table.integer("repeats", 3, least=1),
     )
     table.close()
+    if not result.contexts:
+        raise ConfigError("speed.contexts is empty: there is no length to predict the times of")
+    for name in ("contexts", "measured_contexts"):
+        lengths = getattr(result, name)
+        if any(a >= b for a, b in itertools.pairwise(lengths)):
+            raise ConfigError(
+                f"speed.{name} must rise, each once: the last is the longest; got {list(lengths)}"
+            )
+    unread = "nothing is measured: speed.measured_contexts is empty"
+    _refuse_unread(table, not result.measured_contexts, unread, "measured_output", "repeats")
     try:
         device_sheet(result.device)
     except ConfigError as error:
@@ -352,21 +370,28 @@ def _check(recipe: Recipe) -> None:
         if not names or repeated:
             problem = f"has {repeated[0]!r} twice" if repeated else "is empty: there is nothing to compare"
             raise ConfigError(f"{kind} {problem}")
+    _refuse_same("variant", {each.name: dataclasses.replace(each, name="") for each in recipe.variants})
     for variant, method in recipe.pairs():
         try:
             recipe.head_plan(variant, method, 0, None)
         except ConfigError as error:
             raise ConfigError(f"variant {variant.name!r} with method {method.name!r}: {error}") from None
+    plans = {
+        method.name: [recipe.head_plan(variant, method, 0, None) for variant in recipe.variants]
+        for method in recipe.methods
+    }
+    _refuse_same("grid.methods", {k: [(p.method, p.alike, p.on_text) for p in v] for k, v in plans.items()})
     if unknown := [key for key in recipe.engine if key not in ENGINE_KEYS]:
         raise ConfigError(f"engine.{unknown[0]} is not known; there are {', '.join(ENGINE_KEYS)}")
     try:
         page_size = EngineConfig(**recipe.engine).page_size
-        for span in recipe.spans:
-            window = recipe.evaluation.windowing.window
-            if span != FULL and (reason := no_scoring(attention_span(span, page_size), window)):
+        seen = {span: attention_span(span, page_size) for span in recipe.spans if span != FULL}
+        for span, meaning in seen.items():
+            if reason := no_scoring(meaning, recipe.evaluation.windowing.window):
                 raise ConfigError(f"{span!r}: {reason}")
     except ConfigError as error:
         raise ConfigError(f"engine, grid.spans: {error}") from None
+    _refuse_same("grid.spans", seen)
     if unknown := [kind for kind in recipe.trained_under if kind not in TRAINED_UNDER]:
         raise ConfigError(f"grid.trained_under has {unknown[0]!r}; there are {', '.join(TRAINED_UNDER)}")
     if (wanted := recipe.uptraining) is not None:
@@ -378,100 +403,27 @@ def _check(recipe: Recipe) -> None:
                 )
         except ConfigError as error:
             raise ConfigError(f"grid.trained_under 'own': {error}") from None
+        _check_budgets(recipe, wanted)
 
 
-class _Table:
-    """A table of the recipe whose keys are taken one by one; what is left over at the end is a fault."""
+def _refuse_same(kind: str, meanings: dict[str, Any]) -> None:
+    """Raises ConfigError for two names of one meaning: their cells would be the same."""
+    for one, other in itertools.combinations(meanings, 2):
+        if meanings[one] == meanings[other]:
+            raise ConfigError(f"{kind} has {one!r} and {other!r}, which mean the same; leave one out")
 
-    def __init__(self, value: dict[str, Any], name: str):
-        self.value, self.name, self._taken = value, name, set[str]()
 
-    def key(self, name: str) -> str:
-        return f"{self.name}.{name}" if self.name else name
-
-    def take(self, name: str, *default: Any) -> Any:
-        self._taken.add(name)
-        if name in self.value:
-            return self.value[name]
-        if not default:
-            raise ConfigError(f"{self.key(name)} is missing")
-        return default[0]
-
-    def text(self, name: str, *default: str) -> str:
-        value = self.take(name, *default)
-        if not isinstance(value, str) or not re.fullmatch(r"[^\x00-\x1f]+", value):
-            raise ConfigError(f"{self.key(name)} must be a text of one line, got {value!r}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.key(name)} must be true or false, got {value!r}")
-        return value
-
-    def items(self, name: str, *default: Any) -> list[Any]:
-        value = self.take(name, *default)
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{self.key(name)} must be a list, got {value!r}")
-        return list(value)
-
-    def texts(self, name: str, *default: Any) -> list[str]:
-        values = self.items(name, *default)
-        if wrong := [value for value in values if not isinstance(value, str)]:
-            raise ConfigError(f"{self.key(name)} must be texts, got {wrong[0]!r}")
-        return values
-
-    def ints(self, name: str, *, least: int, default: Any = None, single: bool = False) -> tuple[int, ...]:
-        value = self.take(name, *(() if default is None else (list(default),)))
-        values = [value] if single and not isinstance(value, list) else value
-        right = isinstance(values, list) and (not single or len(values) == 1)
-        if not right or any(type(each) is not int or each < least for each in values):
-            what = "an integer" if single else "a list of integers"
-            raise ConfigError(f"{self.key(name)} must be {what} of {least} or more, got {value!r}")
-        return tuple(values)
-
-    def parts(self, name: str, single: bool = False) -> tuple[TextPart, ...]:
-        """Texts: file names, or tables {file, start, end} of a part of one."""
-        value = self.take(name)
-        found = []
-        for place, each in enumerate([value] if single else value if isinstance(value, list) else [value]):
-            if isinstance(each, str):
-                found.append(TextPart(each))
-                continue
-            if not isinstance(each, dict):
-                raise ConfigError(f"{self.key(name)}: a text is a file name or a table, got {each!r}")
-            table = _Table(each, f"{self.key(name)}[{place}]")
-            ends = table.take("start", 0.0), table.take("end", 1.0)
-            if not all(type(x) in (int, float) and math.isfinite(x) for x in ends) or not (
-                0 <= ends[0] < ends[1] <= 1
-            ):
-                raise ConfigError(f"{table.name}: start and end go from 0 to 1, the first first; got {ends}")
-            found.append(TextPart(table.text("file"), float(ends[0]), float(ends[1])))
-            table.close()
-        if not found:
-            raise ConfigError(f"{self.key(name)} names no text")
-        return tuple(found)
-
-    def table(self, name: str, *, optional: bool = False) -> _Table:
-        value = self.take(name, *([{}] if optional else []))
-        if not isinstance(value, dict):
-            raise ConfigError(f"{self.key(name)} must be a table, got {value!r}")
-        return _Table(value, self.key(name))
-
-    def tables(self, name: str) -> list[_Table]:
-        values = self.items(name)
-        if wrong := [value for value in values if not isinstance(value, dict)]:
-            raise ConfigError(f"{self.key(name)} must be tables, [[{name}]]; got {wrong[0]!r}")
-        return [_Table(value, f"{self.key(name)}[{place}]") for place, value in enumerate(values)]
-
-    def rest(self) -> dict[str, Any]:
-        """All keys that were not taken, which are then."""
-        left = {key: value for key, value in self.value.items() if key not in self._taken}
-        self._taken |= left.keys()
-        return left
-
-    def close(self) -> None:
-        """Raises ConfigError for a key that nobody asked for."""
-        for key in self.value:
-            if key not in self._taken:
-                raise ConfigError(f"{self.key(key)} is not known; there are {', '.join(sorted(self._taken))}")
+def _check_budgets(recipe: Recipe, wanted: Uptraining) -> None:
+    """The schedule of each number of tokens, and that no two of them come to the same steps."""
+    found: dict[int, int] = {}
+    for tokens in filter(None, recipe.tokens):
+        try:
+            made = wanted.for_run(tokens, 0, "original" if wanted.distill else None)
+        except ConfigError as error:
+            raise ConfigError(f"uptrain, of grid.tokens {tokens}: {error}") from None
+        if made.num_steps in found:
+            raise ConfigError(
+                f"grid.tokens has {found[made.num_steps]} and {tokens}, which are both rounded up to "
+                f"{made.num_steps} steps of {made.step_tokens} tokens; leave one out"
+            )
+        found[made.num_steps] = tokens

@@ -143,6 +143,32 @@ def test_a_model_has_the_time_of_its_own_shape() -> None:
     assert page.count("h200, predicted") == 2
 
 
+def test_the_report_shows_the_tokens_that_were_learnt() -> None:
+    """Whole steps round up what was asked for."""
+    rows = grid()
+    for one in rows:
+        if one["tokens"]:
+            one["figures"]["training"] = {"tokens": 96 if one["variant"] else 64}
+        one["figures"]["perplexity"][0] |= {"name": "t", "counted": 9, "windows": 1}
+    shown = [
+        [cell.strip() for cell in line.split("|")] for line in report._quality(rows, "full")[-1].split("\n")
+    ]
+    assert [(line[1], line[3]) for line in shown[2:]] == [
+        ("original", "0"), ("control", "64"), ("MQA", "0"), ("MQA", "96"),
+    ]  # fmt: skip
+    (found,) = derive.recoveries(rows)
+    assert report._tokens(found) == "96"
+
+
+def test_a_report_names_every_revision_that_ran_its_cells() -> None:
+    def ran(revision: str | None, status: str = "done", jax: str = "1") -> dict[str, Any]:
+        return {"revision": revision, "status": status, "versions": {"jax": jax, "jaxinfer": "0.1"}}
+
+    value = {"cells": [ran("a"), ran("b+", jax="2"), ran("a"), ran("c", "missing"), ran(None)], **ran("d")}
+    assert report._programs(value) == "jaxinfer a, b+, 0.1, jax 1, 2"
+    assert report._programs({"cells": [ran("c", "missing")], **ran("d")}) == "jaxinfer d, jax 1"
+
+
 def test_what_was_learnt_under_a_span_has_the_control_that_learnt_so_too() -> None:
     under = {"span": "window:8", "tokens": 64, "seed": 0}
     learnt = {"variant": "MQA", "method": "mean", **under}

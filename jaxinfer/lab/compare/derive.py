@@ -87,7 +87,7 @@ def recoveries(cells: Sequence[Row]) -> list[Row]:
         entry = found.setdefault(
             key,
             {
-                **same, **_named_span(row), "tokens": row["tokens"],
+                **same, **_named_span(row), "tokens": row["tokens"], **_learnt(row),
                 "seeds": [], "nats": [], "ppl": [], "beyond": [],
             },
         )  # fmt: skip
@@ -99,7 +99,8 @@ def recoveries(cells: Sequence[Row]) -> list[Row]:
     return [
         {
             "variant": entry["variant"], "method": entry["method"], "span": entry["span"],
-            **_named_span(entry), "tokens": entry["tokens"], "seeds": entry["seeds"],
+            **_named_span(entry), "tokens": entry["tokens"],
+            **{key: entry[key] for key in ("learnt",) if key in entry}, "seeds": entry["seeds"],
             "recovered_nats": _over_seeds(entry["nats"]), "recovered_perplexity": _over_seeds(entry["ppl"]),
             "beyond_control": _over_seeds(entry["beyond"]),
         }
@@ -204,12 +205,19 @@ def _alike(cells: Sequence[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
+def _learnt(row: Row) -> Row:
+    """The tokens that were learnt from, where they are not those asked for, which whole steps round up."""
+    training = row["figures"].get("training")
+    return {} if training is None or training["tokens"] == row["tokens"] else {"learnt": training["tokens"]}
+
+
 def _group(rows: Sequence[Row]) -> Row:
     first = rows[0]["figures"]
     agreements = [row["figures"]["agreement"] for row in rows]
     return {
         **{key: rows[0][key] for key in ("role", "variant", "method", "tokens", "span")},
         **_named_span(rows[0]),
+        **_learnt(rows[0]),
         "kv_bytes_per_token": first["shape"]["kv_bytes_per_token"],
         "kv_heads": first["shape"]["kv_heads"],
         "stderr": first["perplexity"][0]["nll_per_token"]["stderr"],

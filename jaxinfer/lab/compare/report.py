@@ -124,8 +124,8 @@ def page(value: dict[str, Any]) -> str:
         f"# {value['name']}",
         f"Original: {source['model']}, {shape['parameters'] / 1e6:.3g} million parameters, "
         f"{shape['query_heads']} query heads, KV heads {_heads(shape['kv_heads'])}, "
-        f"{shape['kv_bytes_per_token']:.0f} KV bytes a token (bfloat16). jaxinfer {value['revision'] or ''}, "
-        f"jax {value['versions']['jax']}, {value['device']['count']} x {value['device']['kind']}.",
+        f"{shape['kv_bytes_per_token']:.0f} KV bytes a token (bfloat16). {_programs(value)}, "
+        f"{value['device']['count']} x {value['device']['kind']}.",
     ]
     for span in spans:
         parts += [f"## Quality, span {span}", *_quality(rows, span)]
@@ -138,6 +138,14 @@ def page(value: dict[str, Any]) -> str:
     parts += _failures(rows)
     parts += ["## Pictures", *_pictures(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _programs(value: dict[str, Any]) -> str:
+    """Revisions of jaxinfer and versions of jax by which cells were run; of a report without any, its own."""
+    rows = [row for row in value["cells"] if row["status"] == "done"] or [value]
+    revisions = dict.fromkeys(row["revision"] or row["versions"]["jaxinfer"] for row in rows)
+    versions = dict.fromkeys(row["versions"]["jax"] for row in rows)
+    return f"jaxinfer {', '.join(revisions)}, jax {', '.join(versions)}"
 
 
 def _quality(rows: Sequence[dict[str, Any]], span: str) -> list[str]:
@@ -286,9 +294,9 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _tokens(row: dict[str, Any]) -> str:
-    """Of uptraining, and under which span where not under all."""
+    """Of uptraining: those learnt from, and under which span where not under all."""
     span = derive.trained_span(row)
-    return str(row["tokens"]) + ("" if span == FULL else f", under {span}")
+    return str(row.get("learnt", row["tokens"])) + ("" if span == FULL else f", under {span}")
 
 
 def _spread(found: dict[str, Any] | None, digits: int) -> str:

@@ -371,6 +371,10 @@ def _check(recipe: Recipe) -> None:
             problem = f"has {repeated[0]!r} twice" if repeated else "is empty: there is nothing to compare"
             raise ConfigError(f"{kind} {problem}")
     _refuse_same("variant", {each.name: dataclasses.replace(each, name="") for each in recipe.variants})
+    if len(recipe.seeds) > 1 and not any(recipe.tokens) and all(m.method != "random" for m in recipe.methods):
+        raise ConfigError(
+            f"grid.seeds {list(recipe.seeds)} would not be read: nothing is learnt, and no method draws heads"
+        )
     for variant, method in recipe.pairs():
         try:
             recipe.head_plan(variant, method, 0, None)

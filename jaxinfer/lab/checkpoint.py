@@ -90,14 +90,18 @@ class TrainingFolder:
             writing.write_json(partial, run)
             partial.rename(self._run)
             return
-        try:
-            old = json.loads(self._run.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._run}: there is no training to resume ({error})") from None
+        old = self.old_run()
         differing = [key for key in {**old, **run} if old.get(key) != run.get(key)]
         if differing:
             shown = ", ".join(f"{key} was {old.get(key)!r} and is {run.get(key)!r}" for key in differing)
             raise ConfigError(f"{self.path}: holds the training of another run: {shown}")
+
+    def old_run(self) -> dict[str, Any]:
+        """What was begun here. Raises ConfigError where nothing was."""
+        try:
+            return json.loads(self._run.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._run}: there is no training to resume ({error})") from None
 
     def save(self, step: int, arrays: Any, record: dict[str, Any]) -> None:
         """Keep a tree of arrays and a JSON object as the state after `step` updates. Raises CheckpointError

@@ -67,6 +67,8 @@ def uptrain(
         "model": digest(loaded), "original": None if teaching is None else digest(teaching[1]),
         "data": blocks.digest(), "devices": mesh.size,
     }  # fmt: skip
+    if resume:
+        folder.old_run()  # no folder is left of one that never was
     with folder.held():
         writing.check_free(destination)  # again: another training may have come to its end meanwhile
         folder.begin({**settings.fixed(), **run}, resume=resume)

@@ -91,6 +91,9 @@ def test_two_trainings_do_not_write_to_one_folder(tmp_path: Path) -> None:
     chosen = settings(steps=1, batch=2, save_every=0)
     destination = tmp_path / "model"
     folder = TrainingFolder(destination)
+    with pytest.raises(ConfigError, match="there is no training to resume"):
+        uptrain(STORIES, destination, data, chosen, resume=True, progress=False)
+    assert not folder.path.exists()
     with folder.held(), pytest.raises(ConfigError, match=r"model\.training: another training is writing"):
         uptrain(STORIES, destination, data, chosen, progress=False)
     assert not destination.exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,10 @@ from hypothesis import HealthCheck, settings
 # An editable install is looked up after the import path, where the folder tests/checkpoints would pass for
 # the package `checkpoints`: the project's own folder has to come first.
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# A shell starts what runs in its background with SIGINT ignored, and tests of Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A failure must be the same on every machine, and a compile inside an example is no slow example.
 settings.register_profile(

@@ -19,7 +19,7 @@ from jaxinfer.convert import convert
 from jaxinfer.lab.checkpoint import TrainingFolder
 from jaxinfer.lab.compare import compare, parse_recipe, run
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_cache")]
 
 RECIPE = recipe(grid__tokens=[0, 320], uptrain__save_every=3, evaluate__windows=2)
 """Ten steps of training, with a state after each third."""

@@ -177,6 +177,7 @@ def test_a_window_has_room_for_more_sequences() -> None:
     assert full["largest_batch"] == whole["largest_batch"]
 
 
+@pytest.mark.slow
 def test_one_time_for_methods_of_one_shape(first, tmp_path: Path) -> None:
     """Of one layer, a budget comes to the same heads whatever the method."""
     journal = Journal()
@@ -190,6 +191,7 @@ def test_one_time_for_methods_of_one_shape(first, tmp_path: Path) -> None:
     assert "| budget-0.5 | full | 16      | here, measured" in report.page(value)
 
 
+@pytest.mark.slow
 def test_models_learn_under_the_span_that_they_are_measured_with(first, tmp_path: Path) -> None:
     """The model for the window is another one; what learnt with everything is not measured under it."""
     journal = Journal()

@@ -157,6 +157,7 @@ def test_a_report_pairs_what_both_models_have(models) -> None:
     assert "at least" in table
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_compares(compile_cache, tmp_path: Path, capsys) -> None:
     from jaxinfer.cli import main
 

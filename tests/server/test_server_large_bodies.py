@@ -87,8 +87,9 @@ def test_others_are_answered_while_a_large_body_is_read(
     before = parsing(raw)
     longest, took, status = longest_wait(serve(application(max_model_len)), path, raw)
     assert status == 400
-    # On the event loop it was one wait, nearly as long as all of it took.
-    allowed = max(0.1 + 3 * max(before, parsing(raw)), took / 3)
+    # On the event loop it was one wait, nearly as long as all of it took. Here it is a third of it, and once
+    # was a bit more beside another process; half still tells one from the other.
+    allowed = max(0.1 + 3 * max(before, parsing(raw)), took / 2)
     assert longest < allowed, (longest, took, before)
 
 

@@ -130,7 +130,8 @@ def _rules(f: dict[str, float | None], after: Reading) -> list[tuple[str, str]]:
             found.append((
                 "budget",
                 "requests wait while pages and seats are free: their prompts fill every step; raise "
-                "--max-num-batched-tokens (gaps between tokens grow with it), share prefixes, or add a server",
+                "--max-num-batched-tokens (gaps between tokens grow with it), share prefixes, or add a "
+                "server",
             ))  # fmt: skip
     if over("refused", 0):
         found.append(

@@ -72,8 +72,8 @@ def from_layers(layers: Sequence[LayerKV]) -> KVState:
 
 class WriteSlots(NamedTuple):
     """Where this step's K/V go: page_ids [T] and offsets [T], int32; padding tokens point into page 0. Where
-    each row's state lies in layers of linear attention: state_places [B], 0 for padding rows; None where there
-    are none.
+    each row's state lies in layers of linear attention: state_places [B], 0 for padding rows; None where
+    there are none.
     """
 
     page_ids: jax.Array

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class JaxInferError(Exception):
     """The caller, or what the caller handed us, is wrong. The message says got / allowed / what to do."""
@@ -22,3 +24,12 @@ class RequestError(JaxInferError, ValueError):
 
 class EngineDeadError(JaxInferError, RuntimeError):
     """The engine thread has ended; nothing submitted to it will be answered."""
+
+
+def shown(value: Any) -> str:
+    """A value as an error message repeats it, cut: a client may send megabytes."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits has no repr
+        return "an integer of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."

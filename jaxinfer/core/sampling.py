@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.errors import RequestError, shown
 from jaxinfer.core.structured import (
     STRUCTURES,
     Structure,
@@ -87,7 +87,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(s, str) for s in stop):
-            raise RequestError(f"stop must be a string or a list of strings, got {_shown(self.stop)}", "stop")
+            raise RequestError(f"stop must be a string or a list of strings, got {shown(self.stop)}", "stop")
         if any(not s for s in stop):
             raise RequestError("stop holds an empty string; every stop string needs a character", "stop")
         if len(stop) > MAX_STOPS or sum(map(len, stop)) > MAX_STOP_CHARACTERS:
@@ -100,7 +100,7 @@ class SamplingParams:
         ids = self.stop_token_ids
         if not isinstance(ids, (list, tuple)) or not all(_is_int(i) for i in ids):
             raise RequestError(
-                f"stop_token_ids must be a list of token ids, got {_shown(ids)}", "stop_token_ids"
+                f"stop_token_ids must be a list of token ids, got {shown(ids)}", "stop_token_ids"
             )
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
@@ -137,7 +137,7 @@ class SamplingParams:
         """Which ids and texts the output may hold."""
         words, ids = self.bad_words or (), self.allowed_token_ids
         if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w.strip() for w in words):
-            raise RequestError(f"bad_words must be a list of words, got {_shown(words)}", "bad_words")
+            raise RequestError(f"bad_words must be a list of words, got {shown(words)}", "bad_words")
         if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_STOP_CHARACTERS:
             raise RequestError(
                 f"bad_words has {len(words)} words of {sum(map(len, words))} characters together; "
@@ -149,7 +149,7 @@ class SamplingParams:
             return
         if not isinstance(ids, (list, tuple)) or not ids or not all(_is_int(i) for i in ids):
             raise RequestError(
-                f"allowed_token_ids must be a list of token ids, and not empty, got {_shown(ids)}",
+                f"allowed_token_ids must be a list of token ids, and not empty, got {shown(ids)}",
                 "allowed_token_ids",
             )
         object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(ids)))
@@ -161,7 +161,7 @@ class SamplingParams:
             return
         if not isinstance(ids, (list, tuple)) or not all(_is_int(i) for i in ids) or not ids:
             raise RequestError(
-                f"logprob_token_ids must be a list of token ids, and not empty, got {_shown(ids)}",
+                f"logprob_token_ids must be a list of token ids, and not empty, got {shown(ids)}",
                 "logprob_token_ids",
             )
         ids = tuple(dict.fromkeys(ids))
@@ -229,7 +229,7 @@ def _checked_bias(bias: Any) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, got {_shown(bias)}", "logit_bias")
+        raise RequestError(f"logit_bias must map token ids to numbers, got {shown(bias)}", "logit_bias")
     if len(bias) > MAX_BIASES:
         raise RequestError(
             f"logit_bias has {len(bias)} entries; at most {MAX_BIASES} are served", "logit_bias"
@@ -247,9 +247,7 @@ def _checked_bias(bias: Any) -> dict[int, float] | None:
         checked[token] = float(value)
     if wrong:
         what = (
-            f"{_shown(wrong[0])} is not a token id"
-            if len(wrong) == 1
-            else f"{_shown(wrong)} are no token ids"
+            f"{shown(wrong[0])} is not a token id" if len(wrong) == 1 else f"{shown(wrong)} are no token ids"
         )
         raise RequestError(f"logit_bias: {what}", "logit_bias")
     return checked or None
@@ -268,7 +266,7 @@ def _check_int(name: str, value: Any, low: int, high: int | None, *, optional: b
         return
     if not _is_int(value) or value < low or (high is not None and value > high):
         allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-        raise RequestError(f"{name} must be {allowed}, got {_shown(value)}", name)
+        raise RequestError(f"{name} must be {allowed}, got {shown(value)}", name)
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
@@ -280,13 +278,4 @@ def _check_float(name: str, value: Any, low: float, high: float) -> None:
             if high == math.inf
             else f"a number from {low:g} to {high:g}"
         )
-        raise RequestError(f"{name} must be {allowed}, got {_shown(value)}", name)
-
-
-def _shown(value: Any) -> str:
-    """A value as an error message repeats it, cut: a client may send megabytes."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits has no repr
-        return "an integer of thousands of digits"
-    return text if len(text) <= 80 else text[:77] + "..."
+        raise RequestError(f"{name} must be {allowed}, got {shown(value)}", name)

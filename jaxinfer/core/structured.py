@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.errors import RequestError, shown
 
 MAX_CHOICES = 4096
 """Most texts of one `choice`."""
@@ -136,13 +136,13 @@ def checked_structure(kind: StructureKind, value: Any, param: str) -> Any:
     """
     if kind == "choice":
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v for v in value):
-            raise RequestError(f"{param} must be a list of strings, got {_shown(value)}", param)
+            raise RequestError(f"{param} must be a list of strings, got {shown(value)}", param)
         if not value or len(value) > MAX_CHOICES:
             raise RequestError(f"{param} must have 1 to {MAX_CHOICES} strings, got {len(value)}", param)
         return tuple(value)
     allowed = (str,) if kind in ("regex", "grammar") else (Mapping, str)
     if not isinstance(value, allowed):
-        raise RequestError(f"{param} has the wrong type: got {_shown(value)}", param)
+        raise RequestError(f"{param} has the wrong type: got {shown(value)}", param)
     return value
 
 
@@ -153,23 +153,14 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams:
     if not isinstance(value, Mapping):
         raise RequestError(
             "structured_outputs must be StructuredOutputsParams or a mapping of their fields, got "
-            f"{_shown(value)}",
+            f"{shown(value)}",
             "structured_outputs",
         )
     known = StructuredOutputsParams.__slots__
     for name in value:
         if name not in known:
             raise RequestError(
-                f"structured_outputs: unknown field {_shown(name)}; known: {', '.join(known)}",
+                f"structured_outputs: unknown field {shown(name)}; known: {', '.join(known)}",
                 "structured_outputs",
             )
     return StructuredOutputsParams(**value)
-
-
-def _shown(value: Any) -> str:
-    """A value as an error message repeats it, cut: a client may send megabytes."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits has no repr
-        return "an integer of thousands of digits"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -16,7 +16,13 @@ def serving(app: FastAPI) -> Generator[str]:
     # Without a log_config of uvicorn's: to configure logging anew shuts all handlers down, and absl's closes
     # the file that pytest captures stderr with.
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_config=None, log_level="warning", timeout_graceful_shutdown=1
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_config=None,
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+        loop="asyncio",  # uvloop, which is there if some package needs it, has no callbacks to be timed
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

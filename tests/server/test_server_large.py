@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cpu_time import longest_callback
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from scripted import ScriptedEngine, ScriptedLLM, eventually
@@ -55,7 +56,7 @@ def application(engine: ScriptedEngine | None = None) -> FastAPI:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_others_are_answered_while_a_large_answer_is_written(
-    serve: Callable[[FastAPI], str], path: str, stream: bool
+    serve: Callable[[FastAPI], str], monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
     address = serve(application())
     body: dict[str, Any] = {"max_tokens": TOKENS, "stream": stream, "n": 2}
@@ -63,23 +64,14 @@ def test_others_are_answered_while_a_large_answer_is_written(
         body |= {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     else:
         body |= {"prompt": "a", "logprobs": 20}
-    waits: list[float] = []
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=address, timeout=60) as client:
-        client.get("/health")
-        began = time.monotonic()
-        asked = pool.submit(httpx.post, address + path, json=body, timeout=60)
-        while not asked.done():
-            asking = time.monotonic()
-            assert client.get("/health").status_code == 200
-            waits.append(time.monotonic() - asking)
-            time.sleep(0.01)
-        took = time.monotonic() - began
-    answer = asked.result()
+    with longest_callback(monkeypatch) as longest:
+        began = time.process_time()
+        answer = httpx.post(address + path, json=body, timeout=60)
+        took = time.process_time() - began
     assert answer.status_code == 200
     assert len(answer.content) > 2 * TOKENS * 21 * 10
     # Written on the event loop it was one wait, nearly as long as the answer took.
-    assert max(waits) < max(0.1, took / 4), (max(waits), took, len(waits))
-    print(f"{len(answer.content)} bytes in {took:.2f} s, longest wait {max(waits):.3f} s")
+    assert longest() < took / 8, (longest(), took)
 
 
 def test_a_large_answer_says_the_same_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ import json
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from cpu_time import longest_callback
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from scripted import ScriptedLLM
@@ -35,32 +35,6 @@ def application(max_model_len: int) -> FastAPI:
     return create_app(llm)  # pyright: ignore[reportArgumentType]
 
 
-def longest_wait(address: str, path: str, body: bytes) -> tuple[float, float, int]:
-    """The longest that /health took beside a body, how long that took, and its status."""
-    waits: list[float] = []
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=address, timeout=60) as client:
-        client.get("/health")
-        began = time.monotonic()
-        asked = pool.submit(httpx.post, address + path, content=body, timeout=60)
-        while not asked.done():
-            asking = time.monotonic()
-            assert client.get("/health").status_code == 200
-            waits.append(time.monotonic() - asking)
-            time.sleep(0.002)
-        took = time.monotonic() - began
-    print(
-        f"{path} {len(body)} bytes: {asked.result().status_code} in {took:.2f} s, longest {max(waits):.3f} s"
-    )
-    return max(waits), took, asked.result().status_code
-
-
-def parsing(body: bytes) -> float:
-    """How long it takes to read it as JSON, which no other thread can interrupt."""
-    began = time.monotonic()
-    json.loads(body)
-    return time.monotonic() - began
-
-
 MESSAGES, PARTS = {"messages": [USER] * MANY}, {"messages": [{"role": "user", "content": [PART] * MANY}]}
 TALKS = {"messages": [[USER] * MANY]}
 
@@ -81,16 +55,22 @@ TALKS = {"messages": [[USER] * MANY]}
     ],
 )
 def test_others_are_answered_while_a_large_body_is_read(
-    serve: Callable[[FastAPI], str], path: str, body: dict[str, Any], max_model_len: int
+    serve: Callable[[FastAPI], str],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    max_model_len: int,
 ) -> None:
     raw = json.dumps(body, separators=(",", ":")).encode()
-    before = parsing(raw)
-    longest, took, status = longest_wait(serve(application(max_model_len)), path, raw)
+    address = serve(application(max_model_len))
+    with longest_callback(monkeypatch) as longest:
+        began = time.process_time()
+        status = httpx.post(address + path, content=raw, timeout=60).status_code
+        took = time.process_time() - began
     assert status == 400
-    # On the event loop it was one wait, nearly as long as all of it took. Here it is a third of it, and once
-    # was a bit more beside another process; half still tells one from the other.
-    allowed = max(0.1 + 3 * max(before, parsing(raw)), took / 2)
-    assert longest < allowed, (longest, took, before)
+    print(f"{path} {len(raw)} bytes: {took:.2f} s of CPU time, {longest():.3f} s in one callback")
+    # On the event loop it was one callback, nearly as long as all of it took.
+    assert longest() < max(0.05, took / 4), (longest(), took)
 
 
 @pytest.mark.parametrize(

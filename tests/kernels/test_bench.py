@@ -68,7 +68,7 @@ def test_time_of_a_call_is_that_of_the_device() -> None:
         return x
 
     slept = timing.measure(slow, calls_each=5, budget=0.1)
-    assert 0.002 <= slept.seconds <= 0.02
+    assert 0.002 <= slept.seconds <= 0.2
     assert slept.launch_bound
 
 

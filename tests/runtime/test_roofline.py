@@ -150,7 +150,7 @@ def test_measuring_beside_a_full_pool_takes_little_memory(dtype: str) -> None:
 def test_one_of_many_steps_is_timed_by_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.ones((1 << 20,), jnp.float32)
     seconds = roofline.seconds_of_one(jnp.negative, x)
-    assert 1e-6 < seconds < 0.05
+    assert 1e-6 < seconds < 0.5
     assert x.is_deleted(), "it is swept in place"
     ticks = itertools.count()  # a clock that says the same of any number of steps
     monkeypatch.setattr(roofline, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import logging.config
 import os
@@ -195,6 +196,10 @@ def _run(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         force_usage=config.enable_force_include_usage,
     )
     worker, dead_since = app.state.worker, None
+    # What is here by now stays. A full collection of garbage would look through it again and again, and stop
+    # every thread meanwhile: 0.15 s for the 260 000 objects of a process that serves SmolLM2.
+    gc.collect()
+    gc.freeze()
     Server(uvicorn_config(app, config)).run(sockets=[listener])
     if worker.death is not None:
         raise EngineDeadError(f"the engine has stopped: {worker.death}; the log has the reason")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import json
 import resource
@@ -10,7 +11,8 @@ import socket
 
 import httpx
 import pytest
-from scripted import eventually
+import uvicorn
+from scripted import ScriptedLLM, eventually
 from served_script import Served, scripted, served
 
 from jaxinfer.server import launch
@@ -116,3 +118,17 @@ def test_open_files_bound_the_connections(
     assert launch._connections(ServerConfig(max_connections=1000)) == 460
     assert limits == [1048, 1048]
     assert "460 connections" in caplog.text
+
+
+def test_collections_of_garbage_pass_over_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: frozen.append(gc.get_freeze_count()))
+    before = len(gc.get_objects())
+    try:
+        launch.serve(
+            lambda: contextlib.nullcontext(ScriptedLLM()),  # pyright: ignore[reportArgumentType]
+            ServerConfig(port=0, measure_machine=False),
+        )
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > before / 2

@@ -13,12 +13,13 @@ from flax import nnx
 
 from checkpoints import Checkpoint
 from jaxinfer.config import ModelConfig
-from jaxinfer.core import ConfigError
+from jaxinfer.core import ConfigError, RequestError
 from jaxinfer.heads import calibration_text
 from jaxinfer.model import weights
 from jaxinfer.model.llama import Build, Linear, Llama
 from jaxinfer.progress import phase
 from jaxinfer.text.errors import TokenizerError
+from jaxinfer.text.files import one_text, read_texts
 from jaxinfer.text.tokenizer import load_tokenizer
 from pallas_kernels import Backend
 
@@ -36,8 +37,9 @@ class Activations:
 
 
 def calibration_pieces(checkpoint: Checkpoint, file: Path | None, most_tokens: int) -> np.ndarray:
-    """Up to `most_tokens` tokens of `file` (None: the built-in text), int32 [texts, S] in pieces of at most
-    PIECE tokens; what is left over at the end is not used. Each piece begins as the model's texts do.
+    """Up to `most_tokens` tokens of `file` (None: the built-in text; .jsonl has a text a line), int32
+    [texts, S] in pieces of at most PIECE tokens; what is left over at the end is not used. Each piece begins
+    as the model's texts do.
 
     Raises ConfigError for a model without a tokenizer, and for a file that cannot be read or is too short.
     """
@@ -55,9 +57,11 @@ def calibration_pieces(checkpoint: Checkpoint, file: Path | None, most_tokens: i
     else:
         name = str(file)
         try:
-            text = file.expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = one_text(read_texts([file]))
+        except OSError as error:
             raise ConfigError(f"calibration {file}: cannot be read ({error})") from error
+        except RequestError as error:
+            raise ConfigError(f"calibration {error}") from error
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)[:most_tokens]
     begin = [tokenizer.bos_id] if tokenizer.adds_bos else []
     config = ModelConfig.from_hf(checkpoint.config)

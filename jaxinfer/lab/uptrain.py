@@ -25,13 +25,14 @@ from jaxinfer.convert import check_places, write_model
 from jaxinfer.core import ConfigError
 from jaxinfer.lab import selection
 from jaxinfer.lab.checkpoint import TrainingFolder
-from jaxinfer.lab.data import Blocks, Order, pack, read_texts, token_stream
+from jaxinfer.lab.data import Blocks, Order, pack, token_stream
 from jaxinfer.lab.settings import Settings
 from jaxinfer.lab.subject import Subject, digest, load, open_subject, refuse_another_language, tensors
 from jaxinfer.lab.trainer import Trainer, TrainState, batch_of, refuse_no_numbers
 from jaxinfer.model import mesh as devices
 from jaxinfer.progress import phase
 from jaxinfer.runtime.loading import claim_memory, use_compile_cache
+from jaxinfer.text.files import read_texts
 
 
 def uptrain(

@@ -93,10 +93,13 @@ def test_what_a_text_needs(tmp_path: Path) -> None:
     decide(opened(bare), HeadPlan(kv_heads=1, method="align", measure="weights"))
     short = tmp_path / "short.txt"
     short.write_text("")
-    with pytest.raises(ConfigError, match=r"short\.txt: got 0 tokens; at least 2"):
+    with pytest.raises(ConfigError, match=r"calibration no text in .*short\.txt"):
+        decide(opened(STORIES), HeadPlan(kv_heads=1, calibration=short))
+    short.write_text("a")
+    with pytest.raises(ConfigError, match=r"short\.txt: got 1 tokens; at least 2"):
         decide(opened(STORIES), HeadPlan(kv_heads=1, calibration=short))
     short.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"short\.txt: cannot be read"):
+    with pytest.raises(ConfigError, match=r"short\.txt: byte 0 is not valid UTF-8"):
         decide(opened(STORIES), HeadPlan(kv_heads=1, calibration=short))
 
 
@@ -108,8 +111,11 @@ def test_the_text_and_the_seed_that_are_given_are_used(tmp_path: Path) -> None:
     def first_values(**plan: Any) -> np.ndarray:
         return decide(source, HeadPlan(kv_heads=1, **plan), progress=False).layers[0].values[0].encode
 
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text(json.dumps({"text": text.read_text(), "title": "animals"}) + "\n")
     own, other = first_values(method="align"), first_values(method="align", calibration=text)
     assert np.abs(own - other).max() > 1e-3
+    np.testing.assert_array_equal(other, first_values(method="align", calibration=lines))
     assert np.abs(own - first_values(method="align", calibration_tokens=50)).max() > 1e-3
     assert np.abs(own - first_values(method="align", measure="weights")).max() > 1e-3
     np.testing.assert_array_equal(own, first_values(method="align"))

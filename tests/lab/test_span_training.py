@@ -19,10 +19,11 @@ from jaxinfer.config import attention_span
 from jaxinfer.convert import convert
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadPlan
-from jaxinfer.lab.data import Order, pack, read_texts, token_stream
+from jaxinfer.lab.data import Order, pack, token_stream
 from jaxinfer.lab.settings import Settings
 from jaxinfer.lab.subject import open_subject
 from jaxinfer.lab.uptrain import uptrain
+from jaxinfer.text.files import read_texts
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 LENGTH = 24

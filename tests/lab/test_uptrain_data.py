@@ -14,9 +14,10 @@ from training import STORIES
 from jaxinfer.core import RequestError
 from jaxinfer.lab.compare.cells import Texts
 from jaxinfer.lab.compare.recipe import TextPart
-from jaxinfer.lab.data import Order, pack, read_texts, token_stream
+from jaxinfer.lab.data import Order, pack, token_stream
 from jaxinfer.lab.evaluate import read_text
 from jaxinfer.text import ByteTokenizer, Tokenizer
+from jaxinfer.text.files import read_texts
 
 
 @given(st.integers(2, 200), st.integers(1, 40))

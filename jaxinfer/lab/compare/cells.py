@@ -19,7 +19,7 @@ from typing import Any, Literal
 from jaxinfer.core import RequestError
 from jaxinfer.lab.compare.figures import step_tokens
 from jaxinfer.lab.compare.recipe import FULL, Method, Recipe, TextPart, Variant
-from jaxinfer.lab.data import has_lines, lines_in, one_text, read_content, texts_in
+from jaxinfer.text.files import has_lines, lines_in, one_text, read_content, texts_in
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from checkpoints import writing
 from checkpoints.writing import PendingTensor
 from jaxinfer.config import ModelConfig
 from jaxinfer.lab.compare.recipe import Pretraining
-from jaxinfer.lab.data import read_texts
 from jaxinfer.lab.settings import Settings
 from jaxinfer.lab.uptrain import uptrain
 from jaxinfer.model import weights
+from jaxinfer.text.files import read_texts
 
 END = "<|endoftext|>"
 SPREAD = 0.02

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxinfer.core import ConfigError, RequestError
-from jaxinfer.lab.data import one_text, read_content, texts_in
 from jaxinfer.lab.evaluate.estimate import Estimate, exponential, ratio
 from jaxinfer.lab.evaluate.scoring import Span, require_tokenizer, score_spans, starts_with_bos
 from jaxinfer.llm import LLM
+from jaxinfer.text.files import one_text, read_content, texts_in
 
 Bos = Literal["first", "every", "none"]
 

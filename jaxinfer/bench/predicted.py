@@ -132,9 +132,8 @@ class Predictor:
 
 
 class Drawn:
-    """The requests of a load for an engine of `limits`, each drawn when it arrives: a token that was drawn
-    long before is no longer near the processor when it is wanted, and all prompts together may be gigabytes.
-    """
+    """The requests of a load for an engine of `limits`, each drawn when it arrives: all prompts together may
+    be gigabytes."""
 
     def __init__(self, load: Load, limits: Limits):
         self.load, self.limits = load, limits

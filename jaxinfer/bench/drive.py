@@ -15,7 +15,7 @@ from typing import Protocol
 
 from jaxinfer.bench.load import Load
 from jaxinfer.bench.records import RequestRecord, Status
-from jaxinfer.core import Request, RequestError, SamplingParams, TokenEvent
+from jaxinfer.core import Limits, Request, RequestError, SamplingParams, TokenEvent
 from jaxinfer.engine import Engine
 
 
@@ -63,14 +63,20 @@ def drive(
     assert not engine.has_work, "the engine has requests of somebody else"
     assert sampling.n == 1, f"{sampling.n} answers a request have no one latency"
     # Before time starts: drawing prompts takes longer than a step.
-    requests = [
-        load.request(index, f"bench-{index}", sampling, engine.limits) for index in range(len(load.arrivals))
-    ]
+    requests = [_request(load, index, sampling, engine.limits) for index in range(len(load.arrivals))]
     run = _Run(engine, load, clock, requests, advance or (lambda amount: None))
     try:
         return run.to_the_end()
     finally:
         run.cancel()
+
+
+def _request(load: Load, index: int, sampling: SamplingParams, limits: Limits) -> Request | RequestError:
+    """One request of a load, or why the engine would refuse it."""
+    try:
+        return load.request(index, f"bench-{index}", sampling, limits)
+    except RequestError as error:
+        return error
 
 
 class _Open:
@@ -89,7 +95,7 @@ class _Run:
         engine: Engine,
         load: Load,
         clock: Clock,
-        requests: list[Request],
+        requests: list[Request | RequestError],
         advance: Callable[[float], None],
     ):
         self.engine, self.load, self.clock, self.advance = engine, load, clock, advance
@@ -135,6 +141,8 @@ class _Run:
             opened = _Open(self.next, arrived, now)
             self.next += 1
             try:
+                if isinstance(request, RequestError):
+                    raise request
                 self.engine.add(request)
             except RequestError as error:
                 self._close(opened, self.now(), "refused", None, str(error))

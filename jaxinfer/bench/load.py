@@ -12,6 +12,7 @@ with the offset from the start in seconds; `prompt_tokens` is a count or a list 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ import numpy as np
 
 from jaxinfer.bench.lengths import MOST_TOKENS, Lengths
 from jaxinfer.core import ConfigError, Limits, Request, SamplingParams
+from jaxinfer.engine import check_length
 
 _ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _IDS, _SHARED_IDS, _FIRST_IDS = range(6)
 """Streams of a seed: what is drawn of one does not move when more is drawn of another."""
@@ -71,28 +73,30 @@ class Load:
         count, shared = arrival.prompt_tokens, min(arrival.shared_tokens, arrival.prompt_tokens)
         ids: list[int] = []
         if shared:
-            ids += _generator(self.seed, _SHARED_IDS, arrival.group).integers(0, vocab_size, shared).tolist()
-            ids[0] = (arrival.group + self._first_id(_SHARED_IDS, vocab_size)) % vocab_size
+            ids = self._drawn(_SHARED_IDS, arrival.group, shared, vocab_size)
         if count > shared:
-            ids += _generator(self.seed, _IDS, index).integers(0, vocab_size, count - shared).tolist()
-            ids[shared] = (index + self._first_id(_IDS, vocab_size)) % vocab_size
+            ids += self._drawn(_IDS, index, count - shared, vocab_size)
         return tuple(ids)
 
-    def request(self, index: int, request_id: str, sampling: SamplingParams, limits: Limits) -> Request:
-        """One request for an engine of these limits. A prompt that is longer than the engine takes is cut to
-        one token more than that: it will be refused, and the rest is not worth drawing."""
-        arrival = self.arrivals[index]
-        if arrival.num_prompt > limits.max_model_len + 1:
-            ids: tuple[int, ...] = (0,) * (limits.max_model_len + 1)
-        else:
-            ids = self.prompt_ids(index, limits.vocab_size)
-        least = min(sampling.min_tokens, arrival.output_tokens)
-        sampling = dataclasses.replace(sampling, max_tokens=arrival.output_tokens, min_tokens=least)
-        return Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling)
+    def _drawn(self, stream: int, index: int, count: int, vocab_size: int) -> list[int]:
+        ids = _generator(self.seed, stream, index).integers(0, vocab_size, count)
+        ids[0] = (index + _first_id(self.seed, stream, vocab_size)) % vocab_size
+        return ids.tolist()
 
-    def _first_id(self, stream: int, vocab_size: int) -> int:
-        """Where the first ids of prompts count from: far from where those of another seed do, mostly."""
-        return int(_generator(self.seed, _FIRST_IDS, stream).integers(vocab_size))
+    def request(self, index: int, request_id: str, sampling: SamplingParams, limits: Limits) -> Request:
+        """One request for an engine of these limits.
+
+        Raises RequestError, as the engine would, for a prompt that is longer than the engine takes and not
+        drawn yet: it may be far longer, and is not worth drawing.
+        """
+        arrival = self.arrivals[index]
+        if sampling.max_tokens != arrival.output_tokens:
+            least = min(sampling.min_tokens, arrival.output_tokens)
+            sampling = dataclasses.replace(sampling, max_tokens=arrival.output_tokens, min_tokens=least)
+        if isinstance(arrival.prompt_tokens, int) and arrival.num_prompt >= limits.max_model_len:
+            check_length(arrival.num_prompt, sampling, limits)
+        ids = self.prompt_ids(index, limits.vocab_size)
+        return Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling)
 
     @property
     def offered_rate(self) -> float | None:
@@ -236,8 +240,20 @@ def _made(
     return Load(arrivals, seed, concurrency, about)
 
 
+@functools.lru_cache(maxsize=64)
+def _first_id(seed: int, stream: int, vocab_size: int) -> int:
+    """Where the first ids of prompts count from: far from where those of another seed do, mostly."""
+    return int(_generator(seed, _FIRST_IDS, stream).integers(vocab_size))
+
+
 def _generator(seed: int, *stream: int) -> np.random.Generator:
-    return np.random.default_rng([seed % 2**64, *stream])
+    """That of `default_rng([seed, *stream])`, which spends most of its time on splitting ints into words."""
+    words = []
+    for number in (seed % 2**64, *stream):
+        words.append(number & 0xFFFFFFFF)
+        while number := number >> 32:
+            words.append(number & 0xFFFFFFFF)
+    return np.random.default_rng(np.array(words, np.uint32))
 
 
 def _check_rate(rate: float) -> None:

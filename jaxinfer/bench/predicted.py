@@ -17,9 +17,9 @@ from jaxinfer.bench.drive import GREEDY
 from jaxinfer.bench.load import Load
 from jaxinfer.bench.records import RequestRecord, Status
 from jaxinfer.config import EngineConfig, StepShape, shape_ladder
-from jaxinfer.core import ConfigError, Limits
+from jaxinfer.core import ConfigError, Limits, Request, SamplingParams
 from jaxinfer.llm import LLM
-from jaxinfer.llm.caching import no_prefix_caching
+from jaxinfer.llm.caching import shares_prefixes
 from jaxinfer.planner import (
     MEASURED,
     DeviceSheet,
@@ -30,7 +30,7 @@ from jaxinfer.planner import (
     plan_memory,
 )
 from jaxinfer.planner.calibration import CalibratedTime, Calibration
-from jaxinfer.simulator import Ask, Outcome, Served, Simulation, StepTimer
+from jaxinfer.simulator import Outcome, Served, Simulation, StepTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,10 @@ class Predictor:
         sheet: DeviceSheet,
         basis: str,
         pool_limit_bytes: int | None = None,
+        name: str = "model",
     ) -> Predictor:
-        """For a model that is not loaded, as an engine of `engine` would run it on the device of `sheet`.
+        """For a model that is not loaded, as an engine of `engine` would run it on the device of `sheet`. As
+        there, a warning says why prefix caching is off; `name` is the model's in it.
 
         Raises ConfigError where the weights leave no room for pages.
         """
@@ -114,7 +116,7 @@ class Predictor:
             limits=limits, time=time,
             ladder=shape_ladder(limits.max_num_seqs, limits.max_num_batched_tokens, platform=sheet.platform),
             policy=on.scheduling_policy,
-            prefix_caching=on.enable_prefix_caching and not no_prefix_caching(limits, config),
+            prefix_caching=shares_prefixes(on.enable_prefix_caching, limits, config, name),
             asynchronous=on.async_scheduling, basis=basis, sheet=sheet,
         )  # fmt: skip
 
@@ -126,11 +128,51 @@ class Predictor:
         """All that the simulation tells of a load; `advance(1)` is called at the end of each request."""
         timer = StepTimer(self.time, self.ladder, asynchronous=self.asynchronous, sheet=self.sheet)
         simulation = Simulation(self.limits, timer, policy=self.policy, prefix_caching=self.prefix_caching)
-        asks = [
-            Ask(arrival.at_s, load.request(index, f"foretold-{index}", GREEDY, self.limits))
-            for index, arrival in enumerate(load.arrivals)
-        ]
-        return simulation.run(asks, concurrency=load.concurrency, advance=advance)
+        return simulation.run(Drawn(load, self.limits), concurrency=load.concurrency, advance=advance)
+
+
+class Drawn:
+    """The requests of a load for an engine of `limits`, each drawn when it arrives: all prompts together may
+    be gigabytes."""
+
+    def __init__(self, load: Load, limits: Limits):
+        self.load, self.limits = load, limits
+        self._samplings: dict[int, SamplingParams] = {}  # by `max_tokens`
+
+    def __len__(self) -> int:
+        return len(self.load.arrivals)
+
+    def __getitem__(self, index: int, /) -> DrawnAsk:
+        return DrawnAsk(self, index)
+
+    def draw(self, index: int) -> Request:
+        """Raises RequestError, as `Load.request` does."""
+        most = self.load.arrivals[index].output_tokens
+        sampling = self._samplings.get(most, GREEDY)
+        request = self.load.request(index, f"foretold-{index}", sampling, self.limits)
+        self._samplings[most] = request.sampling
+        return request
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnAsk:
+    """An `Ask` whose request is drawn when it is asked for."""
+
+    of: Drawn
+    index: int
+
+    @property
+    def at_s(self) -> float:
+        return self.of.load.arrivals[self.index].at_s
+
+    @property
+    def request(self) -> Request:
+        return self.of.draw(self.index)
+
+    @property
+    def in_vocabulary(self) -> bool:
+        arrival = self.of.load.arrivals[self.index]
+        return isinstance(arrival.prompt_tokens, int) and arrival.num_prompt > 0
 
 
 def records_of(load: Load, outcome: Outcome) -> list[RequestRecord]:

@@ -92,7 +92,7 @@ def foretold(model: str, engine: EngineConfig, on: DeviceFlags, calibration: str
     time, basis = target.time, target.expectation
     if read is not None:
         time, basis = CalibratedTime(target.costs, read), f"calibration of {read.device}, {read.date}"
-    return Predictor.planned(engine, time, target.sheet, basis, target.pool_limit_bytes)
+    return Predictor.planned(engine, time, target.sheet, basis, target.pool_limit_bytes, name=model)
 
 
 def positive(name: str, value: int) -> int:

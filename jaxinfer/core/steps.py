@@ -16,13 +16,12 @@ import math
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.core.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Run `tokens` at positions `start .. start + count - 1` of one sequence, in this step.
 
     `pages` covers positions `0 .. start + count - 1` (P = ceil((start + count) / Z) page ids); with a
@@ -47,7 +46,8 @@ class Slice:
     epoch: int = 0  # the sequence's when this was planned; the engine's own business
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]
+        """Tokens that it runs. (Not that of tuples: it is one because hundreds are made in a step.)"""
         return len(self.tokens)
 
 
@@ -110,8 +110,7 @@ class Draw:
     mask: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What a step chose for one emitting slice. `top` holds (id, logprob) of the most likely tokens, `told`
     (id, logprob, rank) of those that the request names (`SamplingParams.logprob_token_ids`)."""
 

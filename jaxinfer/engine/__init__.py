@@ -7,6 +7,15 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.output import TextStream, Tokenizer
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.scheduler import Outcome, Scheduler
-from jaxinfer.engine.validate import validate
+from jaxinfer.engine.validate import check_length, validate
 
-__all__ = ["Engine", "Outcome", "PagePool", "Scheduler", "TextStream", "Tokenizer", "validate"]
+__all__ = [
+    "Engine",
+    "Outcome",
+    "PagePool",
+    "Scheduler",
+    "TextStream",
+    "Tokenizer",
+    "check_length",
+    "validate",
+]

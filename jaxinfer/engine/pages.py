@@ -19,8 +19,9 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 class PageCache(Protocol):
     """Who knows what is in pages that nobody holds: the prefix cache, as the pool sees it."""
 
-    def retain(self, page: int) -> bool:
-        """The last holder of a page let go: True when its content is known, and the page is to be cached."""
+    def retain(self, pages: list[int]) -> list[int]:
+        """The last holder of each of these pages let go, in this order. Returns those whose content is known,
+        which are to be cached; in the same order."""
         ...
 
     def evict(self, count: int) -> None:
@@ -88,10 +89,11 @@ class PagePool:
             assert self._cache is not None, f"{self} caches pages for nobody"
             self._cache.evict(short)
             assert count <= len(self._free), f"{short} pages were to be evicted for {count} in {self}"
-        pages = self._free[-count:]
-        del self._free[-count:]
+        free, counts = self._free, self._counts
+        pages = free[-count:]
+        del free[-count:]
         for page in pages:
-            self._counts[page] = 1
+            counts[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -105,14 +107,25 @@ class PagePool:
 
         The pages that come first are evicted first: give those of a sequence from the last one on.
         """
+        counts, end = self._counts, self.num_pages
+        idle = []
         for page in pages:
-            assert self.count(page) > 0, f"page {page} is freed twice"
-            self._counts[page] -= 1
-            if self._counts[page] == 0:
-                if self._cache is not None and self._cache.retain(page):
-                    self._cached[page] = None
-                else:
-                    self._free.append(page)
+            assert 0 < page < end and counts[page] > 0, f"page {page} is freed twice"  # noqa: PT018
+            counts[page] -= 1
+            if not counts[page]:
+                idle.append(page)
+        if self._cache is None:
+            self._free += idle
+            return
+        cached, known = self._cached, self._cache.retain(idle)
+        for page in known:
+            cached[page] = None
+        if len(known) < len(idle):
+            self._free += [page for page in idle if page not in cached]
+
+    def are_live(self, pages: Iterable[int]) -> bool:
+        """Whether somebody holds each of these pages, ids of this pool."""
+        return all(map(self._counts.__getitem__, pages))
 
     def count(self, page: int) -> int:
         """Number of holders of a page."""

@@ -39,9 +39,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
+from itertools import batched
 from operator import attrgetter
+from typing import NamedTuple
 
 from jaxinfer.engine.pages import PagePool
 
@@ -60,7 +61,7 @@ class Node:
 
     def __init__(self, key: Tokens, page: int, parent: Node | None):
         self.key, self.page, self.parent = key, page, parent
-        self.depth: int = parent.depth + 1 if parent is not None else 0  # pages from the root on
+        self.depth: int = 0 if parent is None else parent.depth + 1  # pages from the root on
         self.children: list[Node] = []
         self.tick = 0  # when it was last of use
 
@@ -88,8 +89,7 @@ class Root(Node):
         self.salt = salt
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """What the cache holds of some tokens; good until the next change of pool or cache.
 
     `pages` hold the K/V of the first `num_tokens` tokens, all full. `partial` (page, count): a page whose
@@ -101,7 +101,7 @@ class Match:
     num_tokens: int = 0
     partial: tuple[int, int] | None = None
     queried: int = 0
-    node: Node | None = field(default=None, repr=False)  # of the last page
+    node: Node | None = None  # of the last page
 
 
 class PrefixCache:
@@ -214,20 +214,26 @@ class PrefixCache:
         size, end = self.page_size, len(pages)
         if self._barred:  # nor what was computed from such a page
             end = next((index for index, page in enumerate(pages) if page in self._barred), end)
-        for index in range(depth, end):
-            page, key = pages[index], tuple(tokens[index * size : (index + 1) * size])
-            assert len(key) == size, f"{len(tokens)} tokens do not fill {len(pages)} pages of {size}"
-            parent = node or self._roots.setdefault(salt, Root(salt))
-            node = parent.child(key) or self._insert(parent, key, page)
-        return node
-
-    def _insert(self, parent: Node, key: Tokens, page: int) -> Node:
-        assert self._pool.count(page) > 0, f"page {page} has no holder and cannot be registered"
-        assert self._nodes[page] is None, f"page {page} is known as {self._nodes[page]}, not below {parent}"
-        node = Node(key, page, parent)
-        parent.children.insert(parent.place(key), node)
-        self._nodes[page] = node
-        return node
+        if end <= depth:
+            return node
+        assert len(tokens) >= end * size, f"{len(tokens)} tokens do not fill {len(pages)} pages of {size}"
+        parent = node or self._roots.get(salt)
+        if parent is None:
+            parent = self._roots[salt] = Root(salt)
+        nodes, more = self._nodes, pages[depth:end]
+        assert self._pool.are_live(more), f"one of the pages {more} has no holder and cannot be registered"
+        for page, key in zip(more, batched(tokens[depth * size : end * size], size), strict=True):
+            children, place = parent.children, 0
+            if children:
+                place = bisect_left(children, key, key=_KEY)
+                if place < len(children) and children[place].key == key:
+                    parent = children[place]
+                    continue
+            assert nodes[page] is None, f"page {page} is known as {nodes[page]}, not below {parent}"
+            nodes[page] = new = Node(key, page, parent)
+            children.insert(place, new)
+            parent = new
+        return parent
 
     # ---------------------------------------------------------------------------------- forgetting
 
@@ -257,22 +263,28 @@ class PrefixCache:
         self._heap.clear()
         self._queued = bytearray(len(self._queued))
 
-    def retain(self, page: int) -> bool:
-        """For the pool: the last holder of a page let go; True when the page is to be cached."""
-        node = self._nodes[page]
-        if node is None:
-            self._barred.discard(page)
-            return False
-        node.tick = self._next_tick()
-        if not node.children:
-            self._queue(node)
-        return True
+    def retain(self, pages: list[int]) -> list[int]:
+        """For the pool: the last holder of each of these pages let go, in this order; those to be cached."""
+        nodes, tick, known = self._nodes, self._clock, []
+        for page in pages:
+            node = nodes[page]
+            if node is None:
+                self._barred.discard(page)
+                continue
+            node.tick = tick = tick + 1
+            known.append(page)
+            if not node.children:
+                self._queue(node)
+        self._clock = tick
+        return known
 
     def evict(self, count: int) -> None:
         """For the pool: make `count` cached pages free, or a few more."""
-        goal = self._pool.num_free + count
-        while self._pool.num_free < goal:
-            self.evictions += self._detach(self._least_recent_leaf() or self._topmost())
+        while count > 0:
+            node = self._least_recent_leaf()
+            freed = self._detach(self._topmost()) if node is None else self._detach_up(node, count)
+            self.evictions += freed
+            count -= freed
 
     def _least_recent_leaf(self) -> Node | None:
         """Of the cached pages without children, the one to evict, off the heap; None when there is none."""
@@ -301,14 +313,14 @@ class PrefixCache:
         """Take a node and all below it out of the tree; returns how many of their pages were cached."""
         parent = node.parent
         assert parent is not None, f"{node} is not in the tree"
-        del parent.children[parent.place(node.key)]
-        if not parent.children:
+        siblings = parent.children
+        del siblings[parent.place(node.key) if len(siblings) > 1 else 0]
+        if not siblings:
             if isinstance(parent, Root):
                 del self._roots[parent.salt]
             elif not self._pool.count(parent.page):
                 self._queue(parent)
-        cached = 0
-        below = [node]
+        cached, below = 0, [node]
         while below:
             node = below.pop()
             below += node.children
@@ -316,6 +328,31 @@ class PrefixCache:
             self._nodes[node.page] = None
             cached += self._pool.uncache(node.page)
         return cached
+
+    def _detach_up(self, node: Node, most: int) -> int:
+        """Take a cached leaf out of the tree, and its ancestors as long as each is the next to go; `most` at
+        most. Returns how many. They were let go together: none needs a place on the heap for that."""
+        heap, nodes, holders, uncache = self._heap, self._nodes, self._pool.count, self._pool.uncache
+        gone = 0
+        while True:
+            parent = node.parent
+            assert parent is not None, f"{node} is not in the tree"
+            siblings = parent.children
+            del siblings[parent.place(node.key) if len(siblings) > 1 else 0]
+            node.parent = nodes[node.page] = None
+            uncache(node.page)
+            gone += 1
+            if siblings:
+                return gone
+            if isinstance(parent, Root):
+                del self._roots[parent.salt]
+                return gone
+            if holders(parent.page):
+                return gone
+            if gone == most or (heap and heap[0][0] <= parent.tick):
+                self._queue(parent)
+                return gone
+            node = parent
 
     def _queue(self, node: Node) -> None:
         if not self._queued[node.page]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from jaxinfer.core import Sequence
 
-
-def rank_of(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank
+rank_of = attrgetter("rank")
+"""The rank of a sequence, as a key to sort by: called for all that runs, in every step."""
 
 
 class WaitingQueue:
@@ -22,7 +22,11 @@ class WaitingQueue:
         self._by_uid: dict[int, Sequence] = {}
 
     def push(self, sequence: Sequence) -> None:
-        insort(self._order, sequence, key=rank_of)
+        order = self._order
+        if order and order[-1].rank > sequence.rank:
+            insort(order, sequence, key=rank_of)
+        else:
+            order.append(sequence)
         self._by_uid[sequence.uid] = sequence
 
     def remove(self, sequence: Sequence) -> None:
@@ -44,6 +48,7 @@ class WaitingQueue:
 
 def remove_ranked(ordered: list[Sequence], sequence: Sequence) -> None:
     """Take a sequence out of a list that is ordered by rank."""
-    place = bisect_left(ordered, sequence.rank, key=rank_of)
+    # The most urgent one is who leaves the queue, and who of equal answers ends first.
+    place = 0 if ordered[0] is sequence else bisect_left(ordered, sequence.rank, key=rank_of)
     assert ordered[place] is sequence, f"{sequence} is not where its rank {sequence.rank} belongs"
     del ordered[place]

@@ -30,8 +30,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxinfer.core import (
     ConfigError,
@@ -54,8 +53,7 @@ AGEING_S = 10.0
 Policy = Literal["fcfs", "priority"]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step did to one sequence: a token (`sampled`), an end (`sequence.finish_reason`), or both.
 
     `stop_reason` is the stop token id that ended it; None for EOS. `scores` belong to the prompt tokens from
@@ -195,9 +193,10 @@ class Scheduler:
             sequence = self.waiting.first()
             if sequence.uid in self._suspects or not draft.budget:
                 return
-            siblings = [s for s in self.running if s.request is sequence.request]
-            if self.limits.stateful:
-                siblings = []  # their pages are of no use without the state that belongs to them
+            request, siblings = sequence.request, []
+            # Of a model with a state, pages are of no use without the state that belongs to them.
+            if request.sampling.n > 1 and not self.limits.stateful:
+                siblings = [s for s in self.running if s.request is request]
             if any(s.computed < s.num_prompt for s in siblings):
                 return  # the prompt is being computed already: soon it is there to share
             # Copies are read before any is written: not from a page that is itself being filled by one.

@@ -42,6 +42,9 @@ class PageTables:
         if self.cache is not None:
             match = self.cache.match(sequence.tokens, sequence.request.cache_salt, len(sequence.tokens) - 1)
             best = Found(match.pages, match.num_tokens, match.partial, match)
+        siblings = list(siblings)
+        if not siblings:
+            return best
         last, size = sequence.num_prompt - 1, self.limits.page_size
         unseen, whole = self._unseen(last), last // size
         for sibling in siblings:

@@ -6,6 +6,8 @@ its continuations.
 
 from __future__ import annotations
 
+from operator import countOf
+
 from jaxinfer.core import Limits, Request, RequestError, SamplingParams
 
 MAX_PRIORITY, MAX_SALT, MAX_TIMEOUT_S = 1000, 256, 1e9
@@ -16,21 +18,25 @@ TOO_LONG = "context_length_exceeded"
 """OpenAI's code of such an error. Clients go by it, and by «maximum context length» in the message."""
 
 
-def validate(request: Request, limits: Limits, *, has_tokenizer: bool = True) -> int:
+def validate(
+    request: Request, limits: Limits, *, has_tokenizer: bool = True, in_vocabulary: bool = False
+) -> int:
     """Check a request against what the engine holds; returns the tokens each continuation may generate.
 
     That is `max_tokens` where given. Where omitted it is what the model's limit and the pool hold.
     The last generated token needs no K/V, so P prompt and N generated tokens need pages for P + N - 1. With
-    a window W any length runs where W - 1 keys and the token that sees them find a place.
+    a window W any length runs where W - 1 keys and the token that sees them find a place. `in_vocabulary`:
+    the prompt was drawn from the ids of the model, at least one, and need not be gone through.
 
     Raises RequestError, naming the field and all the numbers, for a request that cannot be served.
     """
     if not isinstance(request.sampling, SamplingParams):
         raise RequestError(f"sampling must be SamplingParams, got {request.sampling!r}", "sampling")
-    _check_prompt(request.prompt_token_ids, limits)
+    if not in_vocabulary:
+        _check_prompt(request.prompt_token_ids, limits)
     _check_stops(request.sampling, limits, has_tokenizer)
     _check_options(request, limits, has_tokenizer)
-    return _check_length(len(request.prompt_token_ids), request.sampling, limits)
+    return check_length(len(request.prompt_token_ids), request.sampling, limits)
 
 
 def continuation_seed(seed: int, index: int) -> int:
@@ -60,7 +66,7 @@ def _check_prompt(ids: tuple[int, ...], limits: Limits) -> None:
     if not ids:
         raise RequestError("the decoder prompt cannot be empty; at least one token is needed", "prompt")
     # type() and not isinstance: True is an int, and would run as token 1.
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limits.vocab_size:
+    if countOf(map(type, ids), int) != len(ids) or min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(i for i in ids if type(i) is not int or not 0 <= i < limits.vocab_size)
         raise RequestError(
             f"prompt token id {wrong!r} is out of vocabulary: not an integer from 0 to "
@@ -148,7 +154,8 @@ def _check_options(request: Request, limits: Limits, has_tokenizer: bool) -> Non
         raise RequestError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} s", "timeout_s")
 
 
-def _check_length(num_prompt: int, sampling: SamplingParams, limits: Limits) -> int:
+def check_length(num_prompt: int, sampling: SamplingParams, limits: Limits) -> int:
+    """The part of `validate` that needs no token of the prompt, only their number. Raises RequestError."""
     limit, asked = limits.max_model_len, sampling.max_tokens
     if num_prompt >= limit:
         raise RequestError(

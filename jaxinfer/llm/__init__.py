@@ -42,7 +42,7 @@ from jaxinfer.engine import Engine, validate
 from jaxinfer.engine.trace import NO_TRACE, FileTrace, Trace
 from jaxinfer.llm.beams import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jaxinfer.llm.beams import run as run_beams
-from jaxinfer.llm.caching import no_prefix_caching
+from jaxinfer.llm.caching import shares_prefixes
 from jaxinfer.llm.prompts import Cut, Prompts
 from jaxinfer.llm.structures import StructuredTokenizer
 from jaxinfer.llm.turns import Turns
@@ -142,9 +142,7 @@ class LLM:
         self.model_config = model_config
         self.engine_config = engine_config
         self.default_sampling = default_sampling
-        reason = no_prefix_caching(limits, model_config)
-        if reason and engine_config.enable_prefix_caching:
-            logger.warning("%s: prefix caching is off: %s", model_name, reason)
+        wanted = engine_config.enable_prefix_caching
         self._structured = None if tokenizer is None else StructuredTokenizer(tokenizer, limits.vocab_size)
         self.engine = Engine(
             runner,
@@ -152,7 +150,7 @@ class LLM:
             self._structured,
             seed=engine_config.seed,
             policy=engine_config.scheduling_policy,
-            prefix_caching=engine_config.enable_prefix_caching and not reason,
+            prefix_caching=shares_prefixes(wanted, limits, model_config, model_name),
             asynchronous=engine_config.async_scheduling,
             trace=trace,
         )

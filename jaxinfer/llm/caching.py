@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from jaxinfer.config import DynamicRope, ModelConfig, shown_layers
 from jaxinfer.core import Limits
+
+logger = logging.getLogger(__name__)
+
+
+def shares_prefixes(wanted: bool, limits: Limits, model: ModelConfig | None, name: str) -> bool:
+    """Whether an engine keeps a prefix cache. Where one is `wanted` and of no use, a warning says why."""
+    reason = no_prefix_caching(limits, model)
+    if wanted and reason:
+        logger.warning("%s: prefix caching is off: %s", name, reason)
+    return wanted and not reason
 
 
 def no_prefix_caching(limits: Limits, model: ModelConfig | None) -> str | None:

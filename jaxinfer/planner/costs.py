@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from jaxinfer.config import LayerConfig, ModelConfig
 from jaxinfer.core import ConfigError, StepPlan
@@ -30,8 +31,7 @@ Span = tuple[int, int]
 """(start, count): a slice that runs `count` tokens from position `start`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What one step asks of one device. Bytes and operations of attention are kept by kind of slice (one
     token or more), because kernels serve them at different shares of what a device can.
 

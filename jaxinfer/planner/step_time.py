@@ -12,7 +12,7 @@ the same interface, with coefficients fitted to measured steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from jaxinfer.planner.costs import ModelCosts, StepWork
 from jaxinfer.planner.devices import DeviceSheet
@@ -21,8 +21,7 @@ LAUNCHES_PER_LAYER = 16
 """Kernels a layer of a compiled step: 515 launches for the 32 layers of Llama 3 8B (`make check-gpu`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepParts:
+class StepParts(NamedTuple):
     """Seconds of one step by what they go to. `host` runs beside the other four."""
 
     linear: float

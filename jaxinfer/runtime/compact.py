@@ -11,7 +11,6 @@ attention needs no other positions; only the rotation of what is new does. Pages
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -46,8 +45,8 @@ def compacted(slices: Iterable[Slice], span: PageSpan) -> Compacted:
             if piece.count > 1:
                 inner.add(len(pieces))
             pieces.append(
-                dataclasses.replace(
-                    piece, start=(len(seen) - 1) * size + start % size,
+                piece._replace(
+                    start=(len(seen) - 1) * size + start % size,
                     tokens=piece.tokens[start - piece.start : stop - piece.start],
                     pages=tuple(piece.pages[index] for index in seen), emit=piece.emit and stop == end,
                 )

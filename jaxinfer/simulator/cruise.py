@@ -130,8 +130,9 @@ class Cruise:
     def take_pages(self) -> list[Member]:
         """Who needs a page in the step about to be planned. Told once."""
         wanting = self._pages.pop(self.planned, [])
-        for member in wanting:
-            self._when(self._pages, member, self.planned + self.page_size)
+        if wanting:
+            again = self.planned + self.page_size
+            self._pages[again] += [member for member in wanting if again < member.stop]
         return wanting
 
     def recorded(self) -> tuple[list[Member], list[Member]]:

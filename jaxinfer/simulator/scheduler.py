@@ -18,7 +18,6 @@ rests on this:
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from collections.abc import Callable, Iterable
 from heapq import merge
@@ -141,10 +140,11 @@ class CruisingScheduler(Scheduler):
 
     def _take_pages(self) -> None:
         """A page for each of the group who needs one in the step about to be planned."""
-        for member in self.group.take_pages():
-            page = self.pool.allocate(1)
-            assert page is not None, f"{self} was thought to have enough pages"
-            member.sequence.pages += page
+        wanting = self.group.take_pages()
+        pages = self.pool.allocate(len(wanting))
+        assert pages is not None, f"{self} was thought to have enough pages"
+        for member, page in zip(wanting, reversed(pages), strict=True):
+            member.sequence.pages.append(page)
 
     def _plan_one_by_one(self) -> Step | None:
         self.disband()
@@ -269,18 +269,26 @@ class CruisingScheduler(Scheduler):
     def _append(
         self, sequence: Sequence, sampled: Sampled, now: float, scores: tuple[Sampled, ...], scored_from: int
     ) -> Outcome:
-        self.token_times.setdefault(sequence.uid, array("d")).append(now)
+        self._times_of(sequence.uid).append(now)
         return super()._append(sequence, sampled, now, scores, scored_from)
+
+    def _times_of(self, uid: int) -> array[float]:
+        times = self.token_times.get(uid)
+        if times is None:
+            times = self.token_times[uid] = array("d")
+        return times
 
     def _settle(self, member: Member, group: Cruise) -> None:
         """Write down what a member has come to."""
         uid = member.sequence.uid
         token = token_of(uid, self.limits.vocab_size)
         told = member.settle(group.planned, group.committed, token, group.times)
-        self.token_times.setdefault(uid, array("d")).extend(told)
+        if told:
+            self._times_of(uid).extend(told)
 
     def _add_slices(self, step: Step, places: Iterable[tuple[Sequence, int]]) -> None:
         """Turn members that are in a step, each at a position, into slices of its plan, in their places."""
+        places = sorted(places, key=lambda place: place[0].rank)
         added = [
             Slice(
                 uid=sequence.uid,
@@ -292,7 +300,7 @@ class CruisingScheduler(Scheduler):
                 chained=True,
                 epoch=sequence.epoch,
             )
-            for sequence, position in sorted(places, key=lambda place: place[0].rank)
+            for sequence, position in places
         ]
         if not added:
             return
@@ -301,10 +309,13 @@ class CruisingScheduler(Scheduler):
             keys - sum(seen(piece.start + 1, window) for piece in added)
             for keys, window in zip(step.keys, self.windows, strict=True)
         )
-        ranks = {s.uid: s.rank for s in self.running}
-        slices = step.plan.slices
+        plan = step.plan
+        slices = plan.slices
+        ranked = self.running if step.decodes else (sequence for sequence, _ in places)
+        ranks = {s.uid: s.rank for s in ranked}
         decodes = merge(slices[: step.decodes], added, key=lambda piece: ranks.get(piece.uid, _NO_RANK))
-        step.plan = dataclasses.replace(step.plan, slices=(*decodes, *slices[step.decodes :]))
+        slices = *decodes, *slices[step.decodes :]
+        step.plan = StepPlan(plan.step, slices, plan.preempted, plan.copies)
         step.decodes += len(added)
 
     # -------------------------------------------------------------------------------- common parts

@@ -7,14 +7,13 @@ arrived, plan a step, give it to the device, wait for the step before it and rec
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxinfer.core import FinishReason, Limits, Request, RequestError, Sequence
 from jaxinfer.engine import validate
@@ -27,10 +26,34 @@ from jaxinfer.simulator.timing import StepTimer, Totals
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, and when it should arrive, in seconds from the start (0 in a closed loop)."""
+    """A request, and when it should arrive, in seconds from the start (0 in a closed loop). `in_vocabulary`:
+    its prompt is known to hold ids of the model alone, because it was drawn from them."""
 
     at_s: float
     request: Request
+    in_vocabulary: bool = False
+
+
+class Arriving(Protocol):
+    """What an Ask says. `request` is read once, when it arrives, and may be made only then; where it raises
+    RequestError, that is why the engine would refuse it."""
+
+    @property
+    def at_s(self) -> float: ...
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def in_vocabulary(self) -> bool: ...
+
+
+class Asks(Protocol):
+    """Those of a load, in the order of arrival: a sequence of Ask, or something that makes them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Arriving: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +135,7 @@ class Simulation:
 
     def run(
         self,
-        asks: Seq[Ask],
+        asks: Asks,
         *,
         concurrency: int | None = None,
         advance: Callable[[float], None] | None = None,
@@ -121,12 +144,8 @@ class Simulation:
         when one of so many places is free. `advance(1)` is called at the end of each request.
 
         A request that the engine would refuse is told so in its Served. What a simulation cannot serve
-        raises RequestError: more than one answer a request, and a timeout.
+        raises RequestError when it arrives: more than one answer a request, and a timeout.
         """
-        for ask in asks:
-            if ask.request.sampling.n != 1 or ask.request.timeout_s is not None:
-                name = "timeout_s" if ask.request.sampling.n == 1 else "n"
-                raise RequestError(f"{ask.request.request_id}: {name} is not simulated; leave it out", name)
         door = _Door(self, asks, concurrency, advance or (lambda amount: None))
         with _uncollected():
             self._run(door)
@@ -198,7 +217,7 @@ class _Door:
     def __init__(
         self,
         simulation: Simulation,
-        asks: Seq[Ask],
+        asks: Asks,
         concurrency: int | None,
         advance: Callable[[float], None],
     ):
@@ -208,7 +227,7 @@ class _Door:
         # Of a closed loop: when each free place became free, which is when its next request arrives.
         self._free = None if concurrency is None else deque([0.0] * min(concurrency, len(asks)))
         self._uids = itertools.count()
-        self._open: dict[int, Served] = {}  # by uid
+        self._open: dict[int, tuple[int, float, float]] = {}  # by uid: what Served begins with
 
     def next_arrival(self) -> float | None:
         """When the next request should arrive; None when there is none, or no place for it."""
@@ -225,27 +244,31 @@ class _Door:
             index, self._next = self._next, self._next + 1
             if self._free is not None:
                 self._free.popleft()
-            request = self.asks[index].request
-            served = Served(index, arrived, now, now, array("d"))
             try:
-                most = validate(request, self.simulation.limits, has_tokenizer=False)
+                ask = self.asks[index]
+                request = ask.request
+                most = validate(
+                    request, self.simulation.limits, has_tokenizer=False, in_vocabulary=ask.in_vocabulary
+                )
             except RequestError as error:
-                self._close(dataclasses.replace(served, error=str(error)))
+                self._close(Served(index, arrived, now, now, array("d"), error=str(error)))
                 continue
+            if request.sampling.n != 1 or request.timeout_s is not None:
+                name = "timeout_s" if request.sampling.n == 1 else "n"
+                raise RequestError(f"{request.request_id}: {name} is not simulated; leave it out", name)
             ids = request.prompt_token_ids
             sequence = Sequence(
                 uid=next(self._uids), request=request, index=0, seed=0, max_tokens=most,
                 tokens=list(ids), num_prompt=len(ids), arrived_at=now,
             )  # fmt: skip
-            self._open[sequence.uid] = served
+            self._open[sequence.uid] = index, arrived, now
             scheduler.add(sequence)
 
     def let_out(self, sequence: Sequence) -> None:
         """A request has ended, now."""
         times = self.simulation.scheduler.token_times.pop(sequence.uid)
-        served = dataclasses.replace(
-            self._open.pop(sequence.uid),
-            ended_s=self.simulation.clock(), token_s=times, started_s=sequence.first_scheduled_at,
+        served = Served(
+            *self._open.pop(sequence.uid), self.simulation.clock(), times, sequence.first_scheduled_at,
             cached_tokens=sequence.cached_tokens, preemptions=sequence.preemptions,
             finish_reason=sequence.finish_reason, error=sequence.error,
         )  # fmt: skip

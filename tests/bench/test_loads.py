@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.bench import Arrival, Lengths, Load, Prompts, at_once, closed, constant, poisson, read_trace
-from jaxinfer.core import ConfigError, Limits, SamplingParams
+from jaxinfer.bench.load import _generator
+from jaxinfer.core import ConfigError, Limits, RequestError, SamplingParams
 
 LENGTHS = (
     "128",
@@ -195,6 +196,15 @@ def test_a_prompt_that_no_engine_takes_is_not_drawn() -> None:
     limits = Limits(num_pages=9, page_size=4, max_num_seqs=1, max_num_batched_tokens=4, max_model_len=32,
                     vocab_size=100)  # fmt: skip
     load = Load((Arrival(0.0, 10_000_000, 1), Arrival(0.0, 33, 1), Arrival(0.0, 3, 1)))
-    asked = [load.request(i, f"r{i}", SamplingParams(), limits).prompt_token_ids for i in range(3)]
-    assert [len(ids) for ids in asked] == [33, 33, 3]
-    assert asked[2] == load.prompt_ids(2, 100)
+    for index, length in ((0, 10_000_000), (1, 33)):
+        with pytest.raises(RequestError, match=f"the prompt has {length} tokens"):
+            load.request(index, f"r{index}", SamplingParams(), limits)
+    assert load.request(2, "r2", SamplingParams(), limits).prompt_token_ids == load.prompt_ids(2, 100)
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**32, 2**32 + 5, 2**63 + 9])
+def test_the_streams_of_a_seed_are_those_of_numpy(seed: int) -> None:
+    """Prompts stay what they were: runs of other days are compared with."""
+    for stream in ((0,), (3, 0), (3, 77), (4, 2**33 + 1)):
+        ours, theirs = _generator(seed, *stream), np.random.default_rng([seed % 2**64, *stream])
+        assert ours.integers(0, 128_256, 50).tolist() == theirs.integers(0, 128_256, 50).tolist()

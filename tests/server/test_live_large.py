@@ -54,7 +54,7 @@ def test_a_look_at_a_very_large_pool_takes_little_of_the_engines_time():
 
 def keep_all(pool: Any, count: int) -> list[int]:
     """Pages of which the cache says, when they are freed, that it knows them."""
-    pool._cache = SimpleNamespace(retain=lambda page: True, evict=lambda count: None)
+    pool._cache = SimpleNamespace(retain=lambda pages: pages, evict=lambda count: None)
     return pool.allocate(count)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.bench import Lengths, Load, Prompts, RequestRecord, closed, poisson
+from jaxinfer.bench import Arrival, Lengths, Load, Prompts, RequestRecord, closed, poisson
 from jaxinfer.bench.against import check_same, errors, load_of
 from jaxinfer.cli import main
 from jaxinfer.core import ConfigError
@@ -82,6 +82,29 @@ def test_prefixes_are_shared_where_the_engine_shares_them(capsys: pytest.Capture
     assert cached("topk-pages:4,from:0") > 0
     assert cached("topk-pages:4") == 0
     assert cached("window:128") == 0
+
+
+def test_it_says_that_prefix_caching_is_off(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the engine does, and only where it was asked for."""
+    off = [*ON_H200, *SMALL, "--attention-span", "window:128"]
+    simulate(*off, "--no-enable-prefix-caching", capsys=capsys)
+    simulate(*ON_H200, *SMALL, capsys=capsys)
+    assert not caplog.records
+    simulate(*off, capsys=capsys)
+    told = [record.getMessage() for record in caplog.records]
+    reason = "every layer has a sliding window, and pages behind it are given back"
+    assert told == [f"llama3-70b: prefix caching is off: {reason}"]
+
+
+def test_a_refused_prompt_is_as_long_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """And is never made (longer ones: tests/bench/test_loads.py)."""
+    load = ["--rate", "4", "--requests", "2", "--prompt", "10000000", "--output", "40"]
+    assert main([*ON_H200, *load]) == 1
+    value = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (error,) = value["simulated"]["errors"]
+    assert "the prompt has 10000000 tokens" in error
 
 
 def test_an_objective_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,3 +220,10 @@ def test_the_bench_drives_an_engine_to_the_same_times() -> None:
         engine = Engine(runner, limits, seed=0, clock=clock, prefix_caching=True, asynchronous=True)
         predictor = Predictor(limits, timer.model, timer.ladder, prefix_caching=True)
         assert predictor(load) == drive(engine, load, clock)
+        long = dataclasses.replace(load, arrivals=(Arrival(0.0, 500_000_000, 3), *load.arrivals[1:]))
+        records = predictor(long)
+        assert "500000000 tokens" in str(records[0].error)
+        clock.wait_until(clock() + 1.0)
+        measured = drive(engine, long, clock)
+        assert measured[0].error == records[0].error
+        assert [record.status for record in measured] == [record.status for record in records]

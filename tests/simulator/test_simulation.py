@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
+import pstats
 import random
 import time
 from statistics import mean
@@ -146,6 +148,36 @@ def test_what_the_engine_would_refuse_is_refused() -> None:
     assert fine.finish_reason == "length"
 
 
+def test_a_request_is_made_when_it_arrives_and_once() -> None:
+    made: list[tuple[int, float]] = []
+
+    class Making:
+        at_s = 0.0
+        in_vocabulary = False
+
+        def __init__(self, index: int):
+            self.index, self.at_s = index, 2.0 * index
+
+        @property
+        def request(self) -> Request:
+            made.append((self.index, simulation.clock()))
+            return ask(f"r{self.index}", self.at_s, [1] * 20, 5).request
+
+    class Load:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int, /) -> Making:
+            return Making(index)
+
+    simulation = World(LIMITS, ()).simulation()
+    served = simulation.run(Load()).served
+    assert [index for index, _ in made] == [0, 1, 2, 3]
+    assert [at_s for _, at_s in made] == [one.sent_s for one in served]
+    plain = World(LIMITS, tuple(ask(f"r{i}", 2.0 * i, [1] * 20, 5) for i in range(4)))
+    assert served == plain.simulate().served
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [("timeout_s", {"timeout_s": 5.0}), ("n", {"sampling": SamplingParams(n=2, max_tokens=3)})],
@@ -175,6 +207,11 @@ def test_a_clock_never_goes_back() -> None:
 
 def llama3_70b(rate: float, seconds: float) -> Outcome:
     """On 8 H200, prompts of 512 tokens in the mean and answers of 256."""
+    simulation, asks = overloaded(rate, seconds)
+    return simulation.run(asks)
+
+
+def overloaded(rate: float, seconds: float) -> tuple[Simulation, list[Ask]]:
     config = ModelConfig.from_hf(PRESETS["llama3-70b"])
     times = RooflineTime(ModelCosts(config, tensor_parallel=8), device_sheet("h200"))
     limits = Limits(
@@ -189,7 +226,7 @@ def llama3_70b(rate: float, seconds: float) -> Outcome:
         name = f"r{len(asks)}"
         asks.append(Ask(at_s, Request(request_id=name, prompt_token_ids=prompt, sampling=sampling)))
     timer = StepTimer(times, shape_ladder(256, 2048, platform="gpu"))
-    return Simulation(limits, timer, prefix_caching=True).run(asks)
+    return Simulation(limits, timer, prefix_caching=True), asks
 
 
 def test_it_is_a_hundred_times_as_fast_as_the_device() -> None:
@@ -202,3 +239,14 @@ def test_it_is_a_hundred_times_as_fast_as_the_device() -> None:
         if best >= 100:
             break
     assert best >= 100
+
+
+def test_what_an_overload_costs_is_bounded_in_calls() -> None:
+    """With 256 rows, and an end and a prompt in nearly each step, calls of functions are the time. Their
+    number is the same on every machine: 1342 a request before pages were registered and let go in runs."""
+    simulation, asks = overloaded(60.0, 15.0)
+    profile = cProfile.Profile()
+    outcome = profile.runcall(simulation.run, asks)
+    assert outcome.peaks.running == 256
+    calls = pstats.Stats(profile).total_calls / len(asks)  # type: ignore[attr-defined]
+    assert calls < 1000

@@ -229,9 +229,9 @@ class Llama(nnx.Module):
         self, token_ids: jax.Array, *, remat: bool = False, tapped: bool = False
     ) -> tuple[jax.Array, tuple[Tap, ...]]:
         """Whole texts int32 [texts, S] from position 0 -> (hidden [texts, S, D] before the last norm, and a
-        Tap of each layer if `tapped`). Differentiable; `remat` holds no more than the layers' inputs. Spans
-        that do not depend on what queries hold are masks; one that chooses among prompts raises
-        ConfigError."""
+        Tap of each layer if `tapped`). Differentiable; `remat` holds no more than the layers' inputs, and K
+        and V that other layers read. Spans that do not depend on what queries hold are masks; one that
+        chooses among prompts raises ConfigError."""
         if any(
             layer.top_pages is not None and layer.top_pages.start is not None for layer in self.config.layers
         ):

@@ -4,6 +4,7 @@
     convert("models/smollm2", "models/smollm2-hf", to="safetensors", dtype="bfloat16")
     convert("smollm2-135m", "models/smollm2-mqa", heads=HeadPlan(kv_heads=1, method="align"))
     convert("smollm2-135m", "models/smollm2-linear", linear_layers=[3, 7], favor=Favor(features=256))
+    convert("smollm2-135m", "models/smollm2-cla", sharing=SharePlan(share=2))
 
 The result has everything to run from: weights under Hugging Face names, config.json, generation_config.json,
 tokenizer and chat template. Tensors go one by one, so host memory stays near the largest of them.
@@ -24,7 +25,7 @@ from checkpoints.regular_file import is_present
 from checkpoints.writing import DEFAULT_SHARD_BYTES, PendingTensor
 from jaxinfer.config import Favor, ModelConfig, with_linear_attention
 from jaxinfer.core import ConfigError
-from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, decide
+from jaxinfer.heads import HeadChange, HeadPlan, Regrouped, Shared, SharePlan, decide
 from jaxinfer.model import weights
 from jaxinfer.progress import phase
 from jaxinfer.text.chat import find_template
@@ -54,6 +55,8 @@ def convert(
     on_heads: Callable[[HeadChange], None] | None = None,
     linear_layers: Sequence[int] | Literal["all"] | None = None,
     favor: Favor | None = None,
+    sharing: SharePlan | None = None,
+    on_sharing: Callable[[Shared], None] | None = None,
     progress: bool | None = None,
 ) -> Path:
     """Write the model `source` (a path, or a name that was pulled) to the new folder `destination`.
@@ -64,12 +67,14 @@ def convert(
     `heads` asks for other KV heads (None: those of the source); `on_heads` is given what it came to, before
     anything is written. `linear_layers` get linear attention (of the source's that have it, only those stay
     that are named), by the features of `favor`, None: `Favor()`. Their weights stay as they are.
-    `progress` False keeps the bar off stderr. Returns `destination`, which is complete or not there.
+    `sharing` lets layers share K/V, after other heads were made; `on_sharing` is given the model that will be
+    written, before it is. `progress` False keeps the bar off stderr. Returns `destination`, which is complete
+    or not there.
 
     Raises CheckpointError or ConfigError, in one line, when the source is unknown or damaged, its tensors
-    are not those of its config, its heads cannot become those of `heads`, or its layers linear ones, its
-    tokenizer is damaged, a value does not fit `dtype`, or the destination exists, lies in the source, or
-    cannot be written (a full disk included).
+    are not those of its config, its heads cannot become those of `heads`, its layers linear ones or share as
+    `sharing` says, its tokenizer is damaged, a value does not fit `dtype`, or the destination exists, lies in
+    the source, or cannot be written (a full disk included).
     """
     _check_choice("to", to, get_args(Format))
     _check_choice("dtype", dtype, get_args(Dtype))
@@ -99,6 +104,11 @@ def convert(
             on_heads(change)
         checkpoint, config = Regrouped(checkpoint, change), change.after
         keys = checkpoint.config
+    if sharing is not None:
+        checkpoint = Shared(checkpoint, sharing, keys)
+        if on_sharing is not None:
+            on_sharing(checkpoint)
+        keys, config = checkpoint.config, checkpoint.after
     tensors = _tensors(config, checkpoint, dtype)
     write_model(
         destination, checkpoint, tensors, to=to, config=keys, max_shard_bytes=max_shard_bytes,

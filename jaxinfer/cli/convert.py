@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg
 
 from jaxinfer.cli.head_flags import HeadFlags
 from jaxinfer.cli.linear_flags import LinearFlags
+from jaxinfer.cli.share_flags import ShareFlags
 from jaxinfer.cli.terminal import UsageError, text_argument
 
 
@@ -29,16 +30,20 @@ class Convert:
     """Largest file of safetensors, in GB."""
     heads: HeadFlags = field(default_factory=HeadFlags)
     linear: LinearFlags = field(default_factory=LinearFlags)
+    share: ShareFlags = field(default_factory=ShareFlags)
 
     def run(self) -> int:
         if not 0 < self.max_shard_gb < 1e6:
             raise UsageError(f"--max-shard-gb must be more than 0, got {self.max_shard_gb:g}")
-        plan, linear_layers = self.heads.plan(), self.linear.layers()
+        plan, linear_layers, sharing = self.heads.plan(), self.linear.layers(), self.share.plan()
         from jaxinfer.convert import convert
-        from jaxinfer.heads import HeadChange, lines
+        from jaxinfer.heads import HeadChange, Shared, lines
 
         def say(change: HeadChange) -> None:
             print("\n".join(lines(change)), flush=True)
+
+        def say_shared(view: Shared) -> None:
+            print("\n".join(view.lines()), flush=True)
 
         print(
             convert(
@@ -51,6 +56,8 @@ class Convert:
                 on_heads=say,
                 linear_layers=linear_layers,
                 favor=self.linear.favor(),
+                sharing=sharing,
+                on_sharing=say_shared,
             )
         )
         return 0

@@ -39,12 +39,23 @@ def read_groups(argument: str) -> Layers:
 def _heads(argument: str, text: str) -> list[int]:
     heads: list[int] = []
     for part in text.split(","):
+        found = numbers_of(part)
+        if found is None:
+            raise UsageError(f"--groups: {part.strip()!r} of {argument!r} names no heads; give {FORMS}")
+        heads += found
+    return heads
+
+
+def numbers_of(text: str) -> list[int] | None:
+    """Numbers and ranges with commas, such as 3,7,12-15; None for what is none."""
+    numbers: list[int] = []
+    for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
         first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
         if first > last:
-            raise UsageError(f"--groups: {part.strip()!r} of {argument!r} names no heads; give {FORMS}")
-        heads += range(first, last + 1)
-    return heads
+            return None
+        numbers += range(first, last + 1)
+    return numbers
 
 
 def _of_file(path: Path) -> Layers:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from jaxinfer.cli.group_lists import numbers_of
 from jaxinfer.cli.terminal import UsageError
 
 if TYPE_CHECKING:
@@ -27,16 +27,11 @@ class LinearFlags:
         """Raises UsageError for what is no list of layers; which ones a model has is not known here."""
         if self.linear_layers is None or self.linear_layers == "all":
             return self.linear_layers  # type: ignore[return-value]
-        layers: list[int] = []
-        for part in self.linear_layers.split(","):
-            match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
-            first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
-            if first > last:
-                raise UsageError(
-                    "--linear-layers is all, or layers and ranges such as 3,7,12-15; "
-                    f"got {self.linear_layers!r}"
-                )
-            layers += range(first, last + 1)
+        layers = numbers_of(self.linear_layers)
+        if layers is None:
+            raise UsageError(
+                f"--linear-layers is all, or layers and ranges such as 3,7,12-15; got {self.linear_layers!r}"
+            )
         return layers
 
     def favor(self) -> Favor | None:

@@ -5,7 +5,7 @@
 
 from jaxinfer.config.engine import EngineConfig
 from jaxinfer.config.favor import Favor
-from jaxinfer.config.hugging_face import with_linear_attention
+from jaxinfer.config.hugging_face import with_linear_attention, with_shared_kv
 from jaxinfer.config.model import LayerConfig, ModelConfig, shown_layers
 from jaxinfer.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from jaxinfer.config.spans import (
@@ -59,4 +59,5 @@ __all__ = [
     "shape_ladder",
     "shown_layers",
     "with_linear_attention",
+    "with_shared_kv",
 ]

@@ -211,6 +211,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     windows = family.windows(keys, layers, rotary)
     kv_heads = _kv_heads(keys, family, heads, layers)
     favors = _favors(keys, windows)
+    owners = _owners(keys, layers)
     head_dim = keys.optional_integer("head_dim", absent=family.head_dim)
     if head_dim is None and width % heads:
         raise ConfigError(
@@ -235,8 +236,10 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         head_dim=head_dim,
         layers=tuple(
-            LayerConfig(count, window, rotates, favor=favor)
-            for count, window, rotates, favor in zip(kv_heads, windows, rotary, favors, strict=True)
+            LayerConfig(count, window, rotates, favor=favor, kv_from=owner)
+            for count, window, rotates, favor, owner in zip(
+                kv_heads, windows, rotary, favors, owners, strict=True
+            )
         ),
         max_position=_longest(rope, max_position),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
@@ -334,6 +337,35 @@ def _favors(keys: Keys, windows: list[int | None]) -> list[Favor | None]:
             )
         favors[index] = favor
     return favors
+
+
+KV_FROM = "kv_from"
+"""This project's own key: [null, 0, null, 2], as `jaxinfer convert --share-kv 2` writes it, lists the earlier
+layer whose K/V each layer reads, null where it has its own. Other programs look for projections of K and V in
+every layer, and do not find them."""
+
+
+def with_shared_kv(config: Mapping[str, Any], owners: Sequence[int | None]) -> dict[str, Any]:
+    """A config.json that says which layer's K/V each layer reads (None: its own)."""
+    rest = {key: value for key, value in config.items() if key != KV_FROM}
+    return rest if all(owner is None for owner in owners) else {**rest, KV_FROM: list(owners)}
+
+
+def _owners(keys: Keys, layers: int) -> list[int | None]:
+    """By layer, whose K/V it reads; which layers those may be, `ModelConfig` says."""
+    stated = keys.config.get(KV_FROM)
+    if stated is None:
+        return [None] * layers
+    if (
+        not isinstance(stated, list)
+        or len(stated) != layers
+        or any(owner is not None and type(owner) is not int for owner in stated)
+    ):
+        raise ConfigError(
+            f"config.json: {KV_FROM} must list an earlier layer or null for each of {layers} layers; "
+            f"got {_shown(stated)}"
+        )
+    return stated
 
 
 def _rotary(keys: Keys, layers: int) -> tuple[bool, ...]:

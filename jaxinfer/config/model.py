@@ -25,6 +25,8 @@ class LayerConfig:
     two: see `config.spans`.
     `favor`: linear attention in place of softmax's (None), over a state of fixed size; such a layer has no
     pages, and sees all.
+    `kv_from`: the earlier layer whose K/V this layer attends to (cross-layer attention, 2405.12981), without
+    projections of K and V and without pages. None: it has its own.
     """
 
     num_kv_heads: int
@@ -33,6 +35,17 @@ class LayerConfig:
     sinks: int = 0
     top_pages: TopPages | None = None
     favor: Favor | None = None
+    kv_from: int | None = None
+
+    @property
+    def projected_kv_heads(self) -> int:
+        """KV heads whose K/V this layer makes: 0 where it reads those of an earlier one."""
+        return self.num_kv_heads if self.kv_from is None else 0
+
+    @property
+    def paged_kv_heads(self) -> int:
+        """KV heads that its own pages hold: 0 for linear attention, too."""
+        return self.projected_kv_heads if self.favor is None else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +96,9 @@ class ModelConfig:
                     f"model config: num_attention_heads {self.num_heads} is not a multiple of "
                     f"num_key_value_heads {layer.num_kv_heads}"
                 )
+        for index, layer in enumerate(self.layers):
+            if layer.kv_from is not None:
+                _check_shared(self.layers, index, layer.kv_from)
         if self.head_dim % 2:
             raise ConfigError(
                 f"model config: head_dim must be even for rotary embeddings, got {self.head_dim}"
@@ -107,6 +123,11 @@ class ModelConfig:
         return tuple(index for index, layer in enumerate(self.layers) if layer.favor is not None)
 
     @property
+    def sharing_layers(self) -> tuple[int, ...]:
+        """Which layers read the K/V of an earlier one, and have none of their own."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.kv_from is not None)
+
+    @property
     def sinks(self) -> int:
         """The most first keys that a layer sees beside its window."""
         return max(layer.sinks for layer in self.layers)
@@ -116,7 +137,8 @@ class ModelConfig:
         of linear attention have no keys to choose from: they go on to see all.
 
         Raises ConfigError for a model whose layers have windows of their own: a span is one for all layers;
-        and for one of linear attention alone, or beside pages of BigBird, which cut texts into rows.
+        for one of linear attention alone, or beside pages of BigBird, which cut texts into rows; and for
+        queries that choose among pages of a layer of which nothing is kept to choose by.
         """
         windows = [layer.window for layer in self.layers]
         if any(windows) or self.page_span is not None:
@@ -145,6 +167,13 @@ class ModelConfig:
             raise ConfigError(
                 f"attention_span: skip {span} leaves none of the {len(layers)} layers to choose"
             )
+        for index, layer in enumerate(layers):
+            if layer.kv_from is not None and layer.top_pages != layers[layer.kv_from].top_pages:
+                raise ConfigError(
+                    f"attention_span: layer {index} would choose among the pages of layer {layer.kv_from}, "
+                    "which it shares and which is skipped: nothing is kept there to choose by; let skip end "
+                    "between layers that share no K/V"
+                )
         return dataclasses.replace(self, layers=tuple(layers))
 
     @property
@@ -157,8 +186,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V of one token: 2 · H · itemsize · (K summed over layers with pages)."""
-        paged = (layer.num_kv_heads for layer in self.layers if layer.favor is None)
-        return 2 * sum(paged) * self.head_dim * itemsize
+        return 2 * sum(layer.paged_kv_heads for layer in self.layers) * self.head_dim * itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -175,10 +203,10 @@ class ModelConfig:
         d, f, h, q = self.hidden_size, self.intermediate_size, self.head_dim, self.num_heads * self.head_dim
         count = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + d
         for layer in self.layers:
-            qkv = q + 2 * layer.num_kv_heads * h
+            qkv = q + 2 * layer.projected_kv_heads * h
             count += d * qkv + q * d + 3 * d * f + 2 * d
             count += qkv * self.qkv_bias + d * self.output_bias
-            count += (2 * f + d) * self.mlp_bias + 2 * h * self.qk_norm
+            count += (2 * f + d) * self.mlp_bias + (1 + (layer.kv_from is None)) * h * self.qk_norm
         return count
 
     @classmethod
@@ -200,6 +228,25 @@ MAX_SIZE, MAX_LAYERS = 2**31 - 1, 4096
 def shown_layers(layers: Sequence[int]) -> str:
     """Layers as messages name them: the first eight."""
     return ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+
+
+def _check_shared(layers: Sequence[LayerConfig], index: int, owner: int) -> None:
+    """Raises ConfigError unless layer `index` can attend to the K/V of layer `owner`."""
+    layer, reason = layers[index], None
+    if not isinstance(owner, int) or isinstance(owner, bool) or not 0 <= owner < index:
+        reason = "only an earlier layer's are there when they are read"
+    elif layers[owner].kv_from is not None:
+        reason = f"that layer reads those of layer {layers[owner].kv_from}; name the layer that has them"
+    elif layer.favor is not None or layers[owner].favor is not None:
+        linear = index if layer.favor is not None else owner
+        reason = f"layer {linear} has linear attention, which keeps a state and no K/V"
+    elif layers[owner].num_kv_heads != layer.num_kv_heads:
+        reason = f"it has {layer.num_kv_heads} KV heads, and that layer {layers[owner].num_kv_heads}"
+    elif layers[owner].rotary != layer.rotary:
+        one, other = ("", "not ") if layer.rotary else ("not ", "")
+        reason = f"its queries are {one}rotated, and the keys of that layer are {other}rotated"
+    if reason is not None:
+        raise ConfigError(f"model config: layer {index} cannot read the K/V of layer {owner!r}: {reason}")
 
 
 def _check_size(name: str, value: Any) -> None:

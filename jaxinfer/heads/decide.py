@@ -19,6 +19,7 @@ from jaxinfer.heads import attention, budget, calibrate, groups, merge
 from jaxinfer.heads.groups import HeadMap, Members
 from jaxinfer.heads.merge import Fold, Freedom
 from jaxinfer.heads.plan import HeadPlan
+from jaxinfer.heads.sharing import refuse_shared
 from jaxinfer.progress import phase
 
 PRIOR = 1e-3
@@ -72,6 +73,7 @@ def decide(
 
     Raises ConfigError for counts that the plan's groups cannot have, or a text that cannot be run."""
     config = ModelConfig.from_hf(checkpoint.config)
+    refuse_shared(config, "other KV heads")
     wanted = [
         replace(layer, favor=favor)
         for layer, favor in zip(config.layers, favors or [x.favor for x in config.layers], strict=True)

@@ -25,7 +25,8 @@ class KVState(NamedTuple):
     over layers, so that donated pages are updated in place (a scan over a stacked array would copy the pool)
     and layers may differ. bounds[l]: what layers whose queries choose pages keep of each; None elsewhere, ()
     where no layer does. states[l]: what layers of linear attention keep in place of pages, which have K = 0
-    there and take no bytes; None elsewhere, () where there are none."""
+    there and take no bytes; None elsewhere, () where there are none. Layers that read the K/V of an earlier
+    one have K = 0 in their own place, too."""
 
     k: tuple[Pages, ...]
     v: tuple[Pages, ...]
@@ -89,15 +90,13 @@ def create_kv(
 
     def pages() -> tuple[Pages, ...]:
         return tuple(
-            pallas_kernels.create_pages(
-                num_pages, layer.num_kv_heads if layer.favor is None else 0, page_size, config.head_dim, dtype
-            )
+            pallas_kernels.create_pages(num_pages, layer.paged_kv_heads, page_size, config.head_dim, dtype)
             for layer in config.layers
         )
 
     k, v = pages(), pages()
     bounds = [
-        pallas_kernels.create_bounds(of) if layer.top_pages is not None else None
+        pallas_kernels.create_bounds(of) if layer.top_pages is not None and layer.kv_from is None else None
         for layer, of in zip(config.layers, k, strict=True)
     ]
     states = [

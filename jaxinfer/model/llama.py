@@ -93,10 +93,12 @@ class Embedding(nnx.Module):
 
 class Attention(nnx.Module):
     """Grouped-query attention (2305.13245) over pages, or linear over a state of fixed size (2009.14794).
-    Query head i reads KV head i // G."""
+    Query head i reads KV head i // G. A layer that reads the K/V of an earlier one (2405.12981) projects
+    queries alone: `qkv` is q then."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, build: Build):
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, layer.num_kv_heads, config.head_dim
+        self.heads, self.kv_heads = config.num_heads, layer.projected_kv_heads
+        self.head_dim = config.head_dim
         self.rotary = layer.rotary
         self.rule = pallas_kernels.Rule(self.head_dim**-0.5, layer.window, layer.sinks)
         self.backend, self.favor = build.attention_backend, layer.favor
@@ -104,22 +106,27 @@ class Attention(nnx.Module):
         self.qkv = layer_linear(config.hidden_size, outputs, build, bias=config.qkv_bias)
         head_norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, build)
         self.q_norm = head_norm() if config.qk_norm else None
-        self.k_norm = head_norm() if config.qk_norm else None
+        self.k_norm = head_norm() if config.qk_norm and self.kv_heads else None
         self.output = layer_linear(
             self.heads * self.head_dim, config.hidden_size, build, bias=config.output_bias
         )
 
-    def __call__(self, x: jax.Array, kept: Any, step: Step) -> tuple[jax.Array, Any]:
-        """x [T, D] -> (y [T, D], what the step keeps of this layer: its pages, when it serves)."""
+    def __call__(self, x: jax.Array, kept: Any, step: Step, shared: Any = None) -> tuple[jax.Array, Any]:
+        """x [T, D] -> (y [T, D], what the step keeps of this layer: its pages, when it serves). `shared`:
+        what it has kept of the layer whose K/V this one reads; None for one with its own."""
         tokens = x.shape[0]
         heads = self.qkv(x).reshape(tokens, -1, self.head_dim)  # [T, N + 2 K, H]
         q, k, v = jnp.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
         if self.rotary:
             q = rope.rotate(q, step.cos, step.sin)
             k = rope.rotate(k, step.cos, step.sin)
-        if self.favor is not None:
+        if shared is not None:
+            attended, kept = step.attend_shared(q, shared, kept, self.rule, self.backend)
+        elif self.favor is not None:
             attended, kept = step.attend_linearly(q, k, v, kept, self.favor, self.rule.scale)
         else:
             attended, kept = step.attend(q, k, v, kept, self.rule, self.backend)
@@ -146,16 +153,16 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.mlp = MLP(config, build)
 
-    def __call__(self, x: jax.Array, kept: Any, step: Step) -> tuple[jax.Array, Any]:
-        y, kept = self.attention(self.attention_norm(x), kept, step)
+    def __call__(self, x: jax.Array, kept: Any, step: Step, shared: Any = None) -> tuple[jax.Array, Any]:
+        y, kept = self.attention(self.attention_norm(x), kept, step, shared)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), kept
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
-def _run_layer(graph, state, x, kept, step):
+def _run_layer(graph, state, x, kept, step, shared):
     """One layer as a function of arrays: equal layers are traced and lowered once, and XLA inlines them."""
-    return nnx.merge(graph, state)(x, kept, step)
+    return nnx.merge(graph, state)(x, kept, step, shared)
 
 
 _run_layer_again = jax.checkpoint(_run_layer, static_argnums=(0,))
@@ -222,9 +229,9 @@ class Llama(nnx.Module):
         self, token_ids: jax.Array, *, remat: bool = False, tapped: bool = False
     ) -> tuple[jax.Array, tuple[Tap, ...]]:
         """Whole texts int32 [texts, S] from position 0 -> (hidden [texts, S, D] before the last norm, and a
-        Tap of each layer if `tapped`). Differentiable; `remat` holds no more than the layers' inputs. Spans
-        that do not depend on what queries hold are masks; one that chooses among prompts raises
-        ConfigError."""
+        Tap of each layer if `tapped`). Differentiable; `remat` holds no more than the layers' inputs, and K
+        and V that other layers read. Spans that do not depend on what queries hold are masks; one that
+        chooses among prompts raises ConfigError."""
         if any(
             layer.top_pages is not None and layer.top_pages.start is not None for layer in self.config.layers
         ):
@@ -236,7 +243,8 @@ class Llama(nnx.Module):
         positions = jnp.tile(jnp.arange(length), texts)
         lengths = jnp.full_like(positions, length)
         cos, sin = rope.rotation(self.config.rope, self.config.head_dim, positions, lengths)
-        step = DenseStep(cos, sin, self.config.page_span, texts, tapped)
+        shares = bool(self.config.sharing_layers)
+        step = DenseStep(cos, sin, self.config.page_span, texts, tapped or shares)
         x, kept = self._run(token_ids.reshape(-1), step, [None] * len(self.layers), remat=remat)
         return x.reshape(texts, length, -1), tuple(kept) if tapped else ()
 
@@ -248,7 +256,9 @@ class Llama(nnx.Module):
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer{index}"):
                 graph, state = nnx.split(layer)
-                x, kept[index] = run(graph, state, x, kept[index], step)
+                owner = self.config.layers[index].kv_from
+                shared = None if owner is None else kept[owner]
+                x, kept[index] = run(graph, state, x, kept[index], step, shared)
         return x, kept
 
     def output(self) -> Output:

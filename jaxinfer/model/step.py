@@ -39,6 +39,12 @@ class Step(Protocol):
         layer: `kept` with these k and v in it)."""
         ...
 
+    def attend_shared(
+        self, q: jax.Array, shared: Any, kept: Any, rule: Rule, backend: Backend
+    ) -> tuple[jax.Array, Any]:
+        """The same over the K/V of an earlier layer: `shared` is what the step kept of that in this pass."""
+        ...
+
     def attend_linearly(
         self, q: jax.Array, k: jax.Array, v: jax.Array, kept: Any, favor: Favor, scale: float
     ) -> tuple[jax.Array, Any]:
@@ -74,18 +80,29 @@ class PagedStep:
     ) -> tuple[jax.Array, LayerKV]:
         k_pages = kv_state.write_layer(kept.k, k, self.slots)
         v_pages = kv_state.write_layer(kept.v, v, self.slots)
-        if kept.bounds is not None:
+        bounds = kept.bounds
+        if bounds is not None:
             assert self.choice is not None, "page bounds without a choice"
-            bounds = pallas_kernels.update_bounds(kept.bounds, k_pages, self.choice)
-            attended = pallas_kernels.attend_chosen(
-                q, k_pages, v_pages, bounds, self.batch, self.choice,
+            bounds = pallas_kernels.update_bounds(bounds, k_pages, self.choice)
+        written = LayerKV(k_pages, v_pages, bounds)
+        return self._over(q, written, rule, backend), written
+
+    def attend_shared(
+        self, q: jax.Array, shared: LayerKV, kept: LayerKV, rule: Rule, backend: Backend
+    ) -> tuple[jax.Array, LayerKV]:
+        return self._over(q, shared, rule, backend), kept
+
+    def _over(self, q: jax.Array, pages: LayerKV, rule: Rule, backend: Backend) -> jax.Array:
+        """What queries see of pages that hold this step's K/V already."""
+        if pages.bounds is not None:
+            assert self.choice is not None, "page bounds without a choice"
+            return pallas_kernels.attend_chosen(
+                q, pages.k, pages.v, pages.bounds, self.batch, self.choice,
                 decode_rows=self.decode_rows, rule=rule, backend=backend,
             )  # fmt: skip
-            return attended, LayerKV(k_pages, v_pages, bounds)
-        attended = pallas_kernels.paged_attention(
-            q, k_pages, v_pages, self.batch, decode_rows=self.decode_rows, rule=rule, backend=backend
+        return pallas_kernels.paged_attention(
+            q, pages.k, pages.v, self.batch, decode_rows=self.decode_rows, rule=rule, backend=backend
         )
-        return attended, LayerKV(k_pages, v_pages)
 
     def attend_linearly(
         self, q: jax.Array, k: jax.Array, v: jax.Array, kept: LayerKV, favor: Favor, scale: float
@@ -114,7 +131,7 @@ class Tap(NamedTuple):
 @dataclass(frozen=True)
 class DenseStep:
     """`texts` texts of one length, packed one after the other, each from its own position 0; causal. Nothing
-    is kept, or where `tapped` a Tap of each layer."""
+    is kept, or where `tapped` a Tap of each layer, by which others share its K/V."""
 
     cos: jax.Array
     sin: jax.Array
@@ -133,6 +150,11 @@ class DenseStep:
             *apart, mask=mask, scale=rule.scale, is_causal=True, local_window_size=window
         )
         return attended.reshape(q.shape), Tap(q, k, v) if self.tapped else None
+
+    def attend_shared(
+        self, q: jax.Array, shared: Tap, kept: None, rule: Rule, backend: Backend
+    ) -> tuple[jax.Array, Tap | None]:
+        return self.attend(q, shared.k, shared.v, kept, rule, backend)
 
     def attend_linearly(
         self, q: jax.Array, k: jax.Array, v: jax.Array, kept: None, favor: Favor, scale: float

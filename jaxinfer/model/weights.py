@@ -81,13 +81,15 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
     yield Parameter(("embedding", "weight"), (EMBEDDING,), ((config.vocab_size, d),))
     for i, layer in enumerate(config.layers):
         kv = layer.num_kv_heads * h
+        own = layer.kv_from is None  # else: queries alone, over the K/V of another layer
         hf, at = f"model.layers.{i}", ("layers", i)
         attention, mlp = f"{hf}.self_attn", f"{hf}.mlp"
         yield Parameter((*at, "attention_norm", "weight"), (f"{hf}.input_layernorm.weight",), ((d,),))
-        names = tuple(f"{attention}.{x}_proj" for x in "qkv")
-        yield from linear((*at, "attention", "qkv"), names, (q, kv, kv), d, config.qkv_bias)
+        names = tuple(f"{attention}.{x}_proj" for x in ("qkv" if own else "q"))
+        outputs = (q, kv, kv) if own else (q,)
+        yield from linear((*at, "attention", "qkv"), names, outputs, d, config.qkv_bias)
         if config.qk_norm:
-            for norm in ("q_norm", "k_norm"):
+            for norm in ("q_norm", "k_norm") if own else ("q_norm",):
                 yield Parameter((*at, "attention", norm, "weight"), (f"{attention}.{norm}.weight",), ((h,),))
         name = (f"{attention}.o_proj",)
         yield from linear((*at, "attention", "output"), name, (d,), q, config.output_bias)

@@ -94,13 +94,15 @@ class ModelCosts:
         """(outputs, inputs) of the weights of one layer on one device."""
         c, n = self.config, self.tensor_parallel
         d, f, q = c.hidden_size, c.intermediate_size // n, c.num_heads // n * c.head_dim
-        return [(q + 2 * self._kv_heads(layer) * c.head_dim, d), (d, q), (2 * f, d), (d, f)]
+        kv = 0 if layer.kv_from is not None else 2 * self._kv_heads(layer) * c.head_dim
+        return [(q + kv, d), (d, q), (2 * f, d), (d, f)]
 
     def _small(self, layer: LayerConfig) -> int:
         """Parameters of one layer that are no products: norms and biases."""
         c = self.config
         (qkv, _), _, (gate_up, _), _ = self._products(layer)
-        count = 2 * c.hidden_size + 2 * c.head_dim * c.qk_norm
+        normed = 1 if layer.kv_from is not None else 2  # of q alone, or of q and k
+        count = 2 * c.hidden_size + normed * c.head_dim * c.qk_norm
         return (
             count + qkv * c.qkv_bias + c.hidden_size * c.output_bias + (gate_up + c.hidden_size) * c.mlp_bias
         )
@@ -147,9 +149,12 @@ class ModelCosts:
     # ------------------------------------------------------------------------------------------- KV
 
     def kv_bytes_of(self, layer: LayerConfig) -> float:
-        """Bytes of K and V of one token in one layer."""
-        if layer.favor is not None:
-            return 0.0
+        """Bytes of K and V of one token that one layer holds."""
+        return self._kv_read_bytes(layer) if layer.paged_kv_heads else 0.0
+
+    def _kv_read_bytes(self, layer: LayerConfig) -> float:
+        """Bytes of K and V of one key that attention reads: a layer that shares those of another reads them
+        again."""
         vector = self.config.head_dim * BYTES[self.kv_dtype] + (SCALE_BYTES if self.kv_dtype == "int8" else 0)
         return 2 * self._kv_heads(layer) * vector
 
@@ -159,7 +164,8 @@ class ModelCosts:
         return sum(self.kv_bytes_of(layer) for layer in self.config.layers)
 
     def _bounds_bytes_of(self, layer: LayerConfig) -> float:
-        """Bytes of the least and the largest key of one page in one layer, where queries choose pages."""
+        """Bytes of the least and the largest key of one page, as a layer reads them whose queries choose
+        pages."""
         if layer.top_pages is None:
             return 0.0
         number = BYTES["float32" if self.kv_dtype == "int8" else self.kv_dtype]
@@ -168,7 +174,7 @@ class ModelCosts:
     @cached_property
     def page_bytes(self) -> float:
         """Of one page in all layers: K/V, scales, and the bounds by which queries choose."""
-        bounds = sum(self._bounds_bytes_of(layer) for layer in self.config.layers)
+        bounds = sum(self._bounds_bytes_of(layer) for layer in self.config.layers if layer.kv_from is None)
         return self.kv_bytes_per_token * self.page_size + bounds
 
     @cached_property
@@ -205,7 +211,7 @@ class ModelCosts:
                 view = KeyView.of(layer, self.config.page_span, self.page_size)
                 key, count, bounds = views.get(view, (0.0, 0.0, 0.0))
                 bounds += self._bounds_bytes_of(layer)
-                views[view] = key + self.kv_bytes_of(layer), count + operations, bounds
+                views[view] = key + self._kv_read_bytes(layer), count + operations, bounds
         return views
 
     @cached_property

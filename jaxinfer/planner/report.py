@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxinfer.config import ModelConfig
 from jaxinfer.planner.plan import Phase, Plan, Remedy
 
 GIB = 2**30
@@ -34,6 +35,7 @@ def as_data(plan: Plan, remedies: list[Remedy]) -> dict[str, Any]:
             "bytes_per_token": costs.kv_bytes_per_token,
             "bytes_per_token_per_layer": [costs.kv_bytes_of(layer) for layer in layers],
             "kv_heads": [layer.num_kv_heads for layer in layers],
+            "kv_from": [layer.kv_from for layer in layers],
             "query_heads": costs.config.num_heads,
             "bytes_of_batch": plan.memory.page_bytes * plan.memory.pages_per_sequence * plan.workload.batch,
         },
@@ -89,7 +91,7 @@ def as_text(plan: Plan, remedies: list[Remedy]) -> str:
         _row("weights", f"{costs.quantization or costs.dtype}, {_bytes(memory.weight_bytes)}"),
         _row(
             "heads", f"{costs.config.num_heads} query, {'/'.join(map(str, heads))} KV ({kind}) "
-            f"in {costs.config.num_layers} layers",
+            f"in {costs.config.num_layers} layers{_sharing(costs.config)}",
         ),
         _row(
             "K/V of one token", f"{costs.kv_dtype}, {costs.kv_bytes_per_token / 1024:.6g} KiB "
@@ -141,6 +143,12 @@ def _critical(plan: Plan) -> str:
 
 def _row(name: str, value: str) -> str:
     return f"  {name:22}{value}"
+
+
+def _sharing(config: ModelConfig) -> str:
+    """How many layers read the K/V of an earlier one, where any does."""
+    count = len(config.sharing_layers)
+    return f", {count} of which read the K/V of an earlier one" if count else ""
 
 
 def _phases(plan: Plan, name: str, show: Any) -> str:

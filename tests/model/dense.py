@@ -89,14 +89,21 @@ def dense_logits(
 
     x = held["model.embed_tokens.weight"][tokens]
     position = np.arange(count)
+    owned: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # K and V, by the layer that makes them
     for index, layer in enumerate(config.layers):
         at = f"model.layers.{index}"
         y = norm(x, f"{at}.input_layernorm")
-        q, k, v = (linear(y, f"{at}.self_attn.{n}_proj").reshape(count, -1, width) for n in "qkv")
+        made = "q" if layer.kv_from is not None else "qkv"
+        q, *own = (linear(y, f"{at}.self_attn.{n}_proj").reshape(count, -1, width) for n in made)
         if config.qk_norm:
-            q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+            q = norm(q, f"{at}.self_attn.q_norm")
+            own = [norm(own[0], f"{at}.self_attn.k_norm"), own[1]] if own else own
         if layer.rotary:
-            q, k = rotated(q, config.rope), rotated(k, config.rope)
+            q = rotated(q, config.rope)
+            own = [rotated(own[0], config.rope), own[1]] if own else own
+        if own:
+            owned[index] = own[0], own[1]
+        k, v = owned[index if layer.kv_from is None else layer.kv_from]
         seen = position[None, :] <= position[:, None]
         if layer.window is not None and mask is None:
             seen &= position[:, None] - position[None, :] < layer.window

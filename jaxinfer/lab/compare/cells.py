@@ -122,7 +122,8 @@ def shapes(recipe: Recipe) -> Iterator[Model]:
     yield Model()
     for variant in recipe.variants:
         decided = variant.kv_budget is not None or variant.unequal_groups
-        for method in recipe.methods if decided else recipe.methods[:1]:
+        methods = recipe.methods_of(variant)
+        for method in methods if decided else methods[:1]:
             seeds = recipe.seeds if decided else recipe.seeds[:1]
             for seed in seeds if method.method == "random" else (None,):
                 yield Model(variant, method, 0, seed)
@@ -130,9 +131,11 @@ def shapes(recipe: Recipe) -> Iterator[Model]:
 
 def model_config(recipe: Recipe, model: Model, source: str, texts: Texts) -> dict[str, Any]:
     """What the model's weights depend on."""
-    heads = learnt = None
+    heads = learnt = plan = sharing = None
     if model.variant is not None and model.method is not None:
         plan = recipe.head_plan(model.variant, model.method, model.seed or 0, None)
+        sharing = recipe.share_plan(model.variant, model.method)
+    if plan is not None:
         counts = list(plan.kv_heads) if isinstance(plan.kv_heads, tuple) else plan.kv_heads
         heads = {
             "kv_heads": counts, "kv_budget": plan.kv_budget, "unequal_groups": plan.unequal_groups,
@@ -150,7 +153,10 @@ def model_config(recipe: Recipe, model: Model, source: str, texts: Texts) -> dic
         }  # fmt: skip
         if model.span != FULL:  # others keep the names that they had before models learnt under spans
             learnt |= {"attention_span": model.span, "page_size": recipe.page_size}
-    return {"source": source, "heads": heads, "uptraining": learnt}
+    found = {"source": source, "heads": heads, "uptraining": learnt}
+    if sharing is not None:  # others keep the names that they had before layers shared K/V
+        found["sharing"] = {"share": sharing.share, "groups": sharing.groups, "method": sharing.method}
+    return found
 
 
 def calibration_config(recipe: Recipe, texts: Texts) -> dict[str, Any]:

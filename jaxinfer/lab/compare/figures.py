@@ -38,10 +38,13 @@ def open_model(model: Path, span: str, engine: dict[str, Any]) -> LLM:
 
 
 def shape_of(model: Path) -> dict[str, Any]:
-    """KV heads of each layer, query heads, parameters, KV bytes of a token in bfloat16."""
+    """KV heads of each layer (and whose K/V each reads, where layers share), query heads, parameters, KV
+    bytes of a token in bfloat16."""
     config = ModelConfig.from_hf(checkpoints.open_checkpoint(model).config)
+    shared = {"kv_from": [layer.kv_from for layer in config.layers]} if config.sharing_layers else {}
     return {
         "kv_heads": [layer.num_kv_heads for layer in config.layers],
+        **shared,
         "query_heads": config.num_heads,
         "parameters": config.num_params,
         "kv_bytes_per_token": ModelCosts(config).kv_bytes_per_token,

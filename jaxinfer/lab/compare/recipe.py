@@ -14,12 +14,13 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jaxinfer.config import EngineConfig, ModelConfig, attention_span, no_scoring
 from jaxinfer.core import ConfigError
-from jaxinfer.heads import HeadPlan, stated_groups
+from jaxinfer.heads import HeadPlan, ShareMethod, SharePlan
 from jaxinfer.lab.compare.table import Table, TextPart
+from jaxinfer.lab.compare.variants import Method, Variant, read_method, read_variant, share_plan
 from jaxinfer.lab.evaluate import Windowing
 from jaxinfer.lab.settings import Settings
 from jaxinfer.planner import device_sheet
@@ -40,27 +41,6 @@ ENGINE_KEYS = (
     "kv_cache_dtype",
     "page_size",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How many KV heads there shall be, or of which old ones each is made."""
-
-    name: str
-    kv_heads: int | tuple[int, ...] | None = None
-    kv_budget: float | None = None
-    groups: tuple[tuple[tuple[int, ...], ...], ...] | None = None
-    unequal_groups: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """How they are made."""
-
-    name: str
-    method: str
-    grouping: str | None = None
-    measure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +131,24 @@ class Recipe:
         return EngineConfig(**self.engine).page_size
 
     def pairs(self) -> Iterator[tuple[Variant, Method]]:
-        return itertools.product(self.variants, self.methods)
+        return ((variant, method) for variant in self.variants for method in self.methods_of(variant))
 
-    def head_plan(self, variant: Variant, method: Method, seed: int, calibration: Path | None) -> HeadPlan:
-        """What `jaxinfer.heads` is asked for. Raises ConfigError."""
+    def methods_of(self, variant: Variant) -> tuple[Method, ...]:
+        """By which methods a variant is made."""
+        return tuple(method for method in self.methods if variant.is_made_by(method))
+
+    def share_plan(self, variant: Variant, method: Method) -> SharePlan | None:
+        """Which layers share K/V; None: none does. Raises ConfigError."""
+        if variant.share_kv is None:
+            return None
+        return share_plan(variant.share_kv, method.method)
+
+    def head_plan(
+        self, variant: Variant, method: Method, seed: int, calibration: Path | None
+    ) -> HeadPlan | None:
+        """What `jaxinfer.heads` is asked for of heads; None: they stay as they are. Raises ConfigError."""
+        if not variant.has_heads:
+            return None
         plan = HeadPlan(
             kv_heads=variant.kv_heads, kv_budget=variant.kv_budget, groups=variant.groups,
             unequal_groups=variant.unequal_groups,
@@ -190,8 +184,8 @@ def parse_recipe(value: dict[str, Any], name: str = "comparison") -> Recipe:
     recipe = Recipe(
         name=table.text("name", name),
         source=_source(table.table("source")),
-        variants=tuple(_variant(each) for each in table.tables("variant")),
-        methods=tuple(_method(each, place) for place, each in enumerate(grid.items("methods"))),
+        variants=tuple(read_variant(each) for each in table.tables("variant")),
+        methods=tuple(read_method(each, place) for place, each in enumerate(grid.items("methods"))),
         tokens=tokens,
         seeds=grid.ints("seeds", least=0, default=(0,)),
         spans=tuple(grid.texts("spans", (FULL,))),
@@ -242,41 +236,6 @@ def _source(table: Table) -> str | Pretraining:
             f"source.train: sequence_length {length} is more than the model's own limit of {longest}"
         )
     return Pretraining(config, vocabulary, data, settings)
-
-
-def _variant(table: Table) -> Variant:
-    counts = table.take("kv_heads", None)
-    if isinstance(counts, list):
-        counts = tuple(counts)
-    if counts == ():
-        raise ConfigError(f"{table.key('kv_heads')} has no layer: say a number for all, or one for each")
-    budget = table.number("kv_budget", None)
-    lists = table.take("groups", None)
-    default = "x".join(map(str, counts)) if isinstance(counts, tuple) else f"{counts}-heads"
-    if budget is not None:
-        default = f"budget-{budget:g}"
-    name = table.text("name", default if lists is None else "groups")
-    unequal = table.flag("unequal_groups", False)
-    table.close()
-    try:
-        groups = None if lists is None else stated_groups(lists)
-        HeadPlan(kv_heads=counts, kv_budget=budget, groups=groups, unequal_groups=unequal)
-    except ConfigError as error:
-        raise ConfigError(f"{table.name}: {error}") from None
-    return Variant(name, counts, budget, groups, unequal)
-
-
-def _method(value: Any, place: int) -> Method:
-    if isinstance(value, str):
-        return Method(value, value)
-    if not isinstance(value, dict):
-        raise ConfigError(f"grid.methods[{place}] must be a name or a table, got {value!r}")
-    table = Table(value, f"grid.methods[{place}]")
-    method = table.text("method")
-    grouping, measure = table.text("grouping", None), table.text("measure", None)
-    name = table.text("name", "-".join([method, *filter(None, (grouping, measure))]))
-    table.close()
-    return Method(name, method, grouping, measure)
 
 
 def _calibration(table: Table) -> Calibration:
@@ -378,13 +337,16 @@ def _check(recipe: Recipe) -> None:
     for variant, method in recipe.pairs():
         try:
             recipe.head_plan(variant, method, 0, None)
+            recipe.share_plan(variant, method)
         except ConfigError as error:
             raise ConfigError(f"variant {variant.name!r} with method {method.name!r}: {error}") from None
-    plans = {
-        method.name: [recipe.head_plan(variant, method, 0, None) for variant in recipe.variants]
-        for method in recipe.methods
-    }
-    _refuse_same("grid.methods", {k: [(p.method, p.alike, p.on_text) for p in v] for k, v in plans.items()})
+    for variant in recipe.variants:
+        if not recipe.methods_of(variant):
+            raise ConfigError(
+                f"variant {variant.name!r}: share_kv is of methods {', '.join(get_args(ShareMethod))} "
+                "(without grouping and measure, unless heads are made, too), of which grid.methods has none"
+            )
+    _refuse_same("grid.methods", {each.name: _meaning(recipe, each) for each in recipe.methods})
     if unknown := [key for key in recipe.engine if key not in ENGINE_KEYS]:
         raise ConfigError(f"engine.{unknown[0]} is not known; there are {', '.join(ENGINE_KEYS)}")
     try:
@@ -408,6 +370,20 @@ def _check(recipe: Recipe) -> None:
         except ConfigError as error:
             raise ConfigError(f"grid.trained_under 'own': {error}") from None
         _check_budgets(recipe, wanted)
+
+
+def _meaning(recipe: Recipe, method: Method) -> list[tuple[Any, ...] | None]:
+    """What a method makes of each variant; None of those that it does not make."""
+    found: list[tuple[Any, ...] | None] = []
+    for variant in recipe.variants:
+        if not variant.is_made_by(method):
+            found.append(None)
+            continue
+        plan = recipe.head_plan(variant, method, 0, None)
+        found.append((method.method, None if plan is None else (plan.alike, plan.on_text)))
+    if not any(found):
+        raise ConfigError(f"grid.methods has {method.name!r}, by which no variant is made")
+    return found
 
 
 def _refuse_same(kind: str, meanings: dict[str, Any]) -> None:

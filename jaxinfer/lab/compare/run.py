@@ -245,14 +245,16 @@ class _Comparison:
         text = self.recipe.calibration.text
         calibration = None if text is None else self.texts.text_path(text)
         plan = self.recipe.head_plan(model.variant, model.method, model.seed or 0, calibration)
+        sharing = self.recipe.share_plan(model.variant, model.method)
 
         def keep(change: HeadChange) -> None:  # before the model is there: who finds that has this, too
             self.models.mkdir(parents=True, exist_ok=True)
             self._heads_file(model).write_text(json.dumps(_errors(change)) + "\n", encoding="utf-8")
 
         convert(
-            self.source(), path, to="safetensors", dtype="float32", heads=plan, on_heads=keep, progress=False
-        )
+            self.source(), path, to="safetensors", dtype="float32", heads=plan, on_heads=keep,
+            sharing=sharing, progress=False,
+        )  # fmt: skip
 
     def _uptrain(self, before: Path, model: Model, path: Path) -> None:
         wanted = self.recipe.uptraining

@@ -27,10 +27,14 @@ from jaxinfer.text.tokenizer import ByteTokenizer
 quiet: Callable[[float], None] = lambda amount: None  # noqa: E731
 
 
+def fake_llm() -> LLM:
+    return LLM.from_parts(FakeRunner(LIMITS), LIMITS, tokenizer=ByteTokenizer(), model_name="fake")
+
+
 @pytest.fixture(scope="module")
 def served() -> Generator[tuple[str, LLM]]:
     """The endpoint over the fake device: 4 sequences run, 2 may wait, the key is "k"."""
-    llm = LLM.from_parts(FakeRunner(LIMITS), LIMITS, tokenizer=ByteTokenizer(), model_name="fake")
+    llm = fake_llm()
     with serving(create_app(llm, api_key="k", max_queue=2)) as address:
         yield address, llm
 
@@ -39,11 +43,13 @@ def target(served: tuple[str, LLM], **options: Any) -> HttpTarget:
     return HttpTarget(served[0], api_key="k", vocab_size=LIMITS.vocab_size, **options)
 
 
-def test_a_load_over_http_is_answered_token_by_token(served: tuple[str, LLM]) -> None:
+def test_a_load_over_http_is_answered_token_by_token() -> None:
     prompts, outputs = Prompts(Lengths.parse("uniform:5-30"), shared=16), Lengths.parse("uniform:1-20")
     told: list[float] = []
     load = constant(100.0, 30, prompts, outputs, seed=4)
-    run = target(served).run(load, told.append)
+    app = create_app(fake_llm(), max_queue=30)  # a place for each: a busy machine must refuse none
+    with serving(app) as address:
+        run = HttpTarget(address, vocab_size=LIMITS.vocab_size).run(load, told.append)
     assert [record.status for record in run.records] == ["ok"] * 30
     for record, arrival in zip(run.records, load.arrivals, strict=True):
         assert record.output_tokens == arrival.output_tokens

@@ -225,6 +225,20 @@ def with_kv_heads(config: ModelConfig, kv_heads: int) -> ModelConfig:
     return dataclasses.replace(config, layers=layers)
 
 
+def with_kv_of_pairs(config: ModelConfig) -> ModelConfig:
+    """The model in which every second layer reads the K/V of the layer before it, if that is its like
+    (CLA2 of arXiv:2405.12981). As it is where layers share K/V already, or keep a state in place of pages."""
+    if config.sharing_layers or config.linear_layers:
+        return config
+    layers = tuple(
+        dataclasses.replace(layer, kv_from=index - 1)
+        if index % 2 and layer == config.layers[index - 1]
+        else layer
+        for index, layer in enumerate(config.layers)
+    )
+    return dataclasses.replace(config, layers=layers)
+
+
 def remedies(base: Plan, time_of: Callable[[ModelCosts], StepTime] | None = None) -> list[Remedy]:
     """What one change at a time buys. `time_of(costs)` gives step times as `plan` takes them. A change by
     which prompts take too many steps to be worked out is left out."""
@@ -258,6 +272,10 @@ def _changes(base: Plan) -> Iterator[tuple[str, ModelCosts | None, dict[str, Any
                 f"GQA-{k}" if k > 1 else "MQA", changed, {},
                 "needs conversion and uptraining; the prompt's attention computes as much as before",
             )  # fmt: skip
+    shared = with_kv_of_pairs(costs.config)
+    if shared != costs.config:
+        note = "needs conversion and uptraining; attention reads as much as before"
+        yield "CLA2", dataclasses.replace(costs, config=shared), {}, note
     for name in ("fp8_e4m3", "int8"):
         if BYTES[name] < BYTES[costs.kv_dtype]:
             yield f"{name} KV", dataclasses.replace(costs, kv_dtype=name), {}, "lossy: evaluate"

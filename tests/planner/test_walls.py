@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from stated import costs_of, windowed
 
 from jaxinfer.core import ConfigError
 from jaxinfer.planner import DEVICES, FLOOR, Plan, RooflineTime, Workload, device_sheet, plan, remedies
+from jaxinfer.planner.plan import with_kv_of_pairs
 from jaxinfer.presets import PRESETS
 
 # ------------------------------------------------------------------------------------- remedies
@@ -59,6 +61,17 @@ def test_each_remedy_moves_what_it_is_for() -> None:
     assert quarter.stall_s < base.stall_s < four.stall_s
     assert quarter.batch_ttft_s > base.batch_ttft_s > four.batch_ttft_s
     assert found["tensor parallel 2"].decode.floor_s == pytest.approx(base.decode.floor_s / 2, rel=1e-3)
+
+
+def test_layers_that_share_hold_half_and_read_as_much() -> None:
+    base = plan("llama2-7b", costs_of("llama2-7b"), DEVICES["a100-80g"], Workload(context=8192, batch=4))
+    found = by_name(base)["CLA2"]
+    assert found.costs.kv_bytes_per_token * 2 == base.costs.kv_bytes_per_token
+    assert found.memory.weight_bytes == base.memory.weight_bytes - 16 * 2 * 4096 * 4096 * 2
+    assert 0 < base.decode.floor_s - found.decode.floor_s < 0.1 * base.decode.floor_s
+    odd = dataclasses.replace(base.costs.config, layers=base.costs.config.layers[:3])
+    assert with_kv_of_pairs(odd).sharing_layers == (1,)
+    assert with_kv_of_pairs(with_kv_of_pairs(odd)) == with_kv_of_pairs(odd)
 
 
 def test_what_loses_accuracy_says_so() -> None:

@@ -128,11 +128,14 @@ def _quality(value: dict[str, Any]) -> Any:
 
 
 def _logarithmic(axis: Any) -> None:
-    """Powers of two are what contexts, heads and batches come in."""
-    from matplotlib.ticker import NullFormatter
+    """Powers of two are what contexts, heads and batches come in; where few fit, one more between two."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:.4g}")
+    least, most = axis.get_xlim()
+    if most < 6 * least:
+        axis.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 100 else f"{x:.4g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 

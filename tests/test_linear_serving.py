@@ -17,13 +17,14 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_place import check_updated_in_place
 from tiny import assert_idle, engine_over, greedy, prompts, tiny_build, tiny_params, tiny_runner
 
 from jaxinfer.config import StepShape
 from jaxinfer.core import RequestOutput, SamplingParams
 from jaxinfer.llm import LLM
 from jaxinfer.model.kv import create_kv
-from jaxinfer.runtime import JaxRunner, steps
+from jaxinfer.runtime import JaxRunner
 from jaxinfer.runtime.programs import COPY, Programs
 
 sys.path.append(str(Path(__file__).parent / "model"))
@@ -174,12 +175,4 @@ def test_states_and_pages_are_updated_in_place() -> None:
     programs = Programs(
         MIXED, *tiny_params(MIXED), kv, LADDER, table_width=16, platform="cpu", most_changes=600
     )
-    for bucket in (*LADDER, COPY):
-        source = programs.source(bucket)
-        program = steps.compile_program(
-            "test", source.function, source.arguments, "cpu", donate=source.donate
-        )
-        memory = program.memory_analysis()
-        assert memory is not None
-        assert memory.alias_size_in_bytes == size
-        assert memory.temp_size_in_bytes < size / 20
+    check_updated_in_place(programs, (*LADDER, COPY), size)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_place import check_updated_in_place
 from tiny import GOLDEN, assert_idle, engine_over, greedy, prompts, random_tensors, tiny_runner, token_ids
 
 import pallas_kernels
@@ -25,7 +26,7 @@ from jaxinfer.core import ConfigError, RequestOutput, SamplingParams
 from jaxinfer.heads import SharePlan
 from jaxinfer.model.kv import create_kv
 from jaxinfer.planner import ModelCosts
-from jaxinfer.runtime import JaxRunner, steps
+from jaxinfer.runtime import JaxRunner
 from jaxinfer.runtime.programs import COPY, Programs
 from pallas_kernels import CPU, Backend, Geometry
 
@@ -178,15 +179,7 @@ def test_pages_are_updated_in_place() -> None:
         MODEL, runner._graph, runner._state, kv, runner.ladder, table_width=12, platform="cpu",
         most_changes=600,
     )  # fmt: skip
-    for bucket in (*runner.ladder, COPY):
-        source = programs.source(bucket)
-        program = steps.compile_program(
-            "test", source.function, source.arguments, "cpu", donate=source.donate
-        )
-        memory = program.memory_analysis()
-        assert memory is not None
-        assert memory.alias_size_in_bytes == size
-        assert memory.temp_size_in_bytes < size / 20
+    check_updated_in_place(programs, (*runner.ladder, COPY), size)
 
 
 # -------------------------------------------------------------------------------------- from end to end

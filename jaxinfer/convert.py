@@ -98,6 +98,8 @@ def convert(
         favors = [layer.favor for layer in config.layers]
     elif favor is not None:
         raise ConfigError(f"{favor} without linear_layers, which say where it is wanted")
+    if sharing is not None:
+        sharing.check(config, heads)
     if heads is not None:
         change = decide(checkpoint, heads, favors=favors, progress=progress is not False)
         if on_heads is not None:

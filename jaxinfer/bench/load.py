@@ -250,6 +250,8 @@ def _generator(seed: int, *stream: int) -> np.random.Generator:
     """That of `default_rng([seed, *stream])`, which spends most of its time on splitting ints into words."""
     words = []
     for number in (seed % 2**64, *stream):
+        if number < 0:
+            raise ValueError(f"streams of a seed are counted from 0, got {number}")
         words.append(number & 0xFFFFFFFF)
         while number := number >> 32:
             words.append(number & 0xFFFFFFFF)

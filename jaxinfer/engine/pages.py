@@ -109,11 +109,17 @@ class PagePool:
         """
         counts, end = self._counts, self.num_pages
         idle = []
-        for page in pages:
-            assert 0 < page < end and counts[page] > 0, f"page {page} is freed twice"  # noqa: PT018
-            counts[page] -= 1
-            if not counts[page]:
-                idle.append(page)
+        try:
+            for page in pages:
+                assert 0 < page < end and counts[page] > 0, f"page {page} is freed twice"  # noqa: PT018
+                counts[page] -= 1
+                if not counts[page]:
+                    idle.append(page)
+        finally:  # of those before a page that nobody holds, too
+            self._let_go(idle)
+
+    def _let_go(self, idle: list[int]) -> None:
+        """Pages that nobody holds any more are cached, or free."""
         if self._cache is None:
             self._free += idle
             return

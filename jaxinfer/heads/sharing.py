@@ -9,8 +9,8 @@ A group of layers keeps one k_proj and v_proj, those of its first layer; the oth
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,9 +19,19 @@ import numpy as np
 from checkpoints import Checkpoint, TokenizerSource
 from jaxinfer.config import ModelConfig, shown_layers, with_shared_kv
 from jaxinfer.core import ConfigError
+from jaxinfer.heads.plan import HeadPlan
 from jaxinfer.planner import ModelCosts
 
 ShareMethod = Literal["first", "mean"]
+
+NO_BUDGET = (
+    "kv_budget gives each layer KV heads of its own, and layers that share K/V have the same; state kv_heads "
+    "or groups"
+)
+
+UNKNOWN_ELSEWHERE = (
+    "              config.json lists whose K/V each layer reads; other programs do not know of it"
+)
 
 _OF_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.([kv]_proj\.(?:weight|bias)|k_norm\.weight)")
 
@@ -54,6 +64,31 @@ class SharePlan:
             raise ConfigError(f"share_kv must be 1 layer or more, got {self.share!r}")
         if self.groups is not None:
             _check_groups(self.groups)
+
+    def check(self, config: ModelConfig, heads: HeadPlan | None = None) -> None:
+        """Raises ConfigError where layers of this model cannot share so, or not with the KV heads that they
+        are to have: before anything is worked out for them."""
+        refuse_shared(config, "share_kv")
+        owners = self.owners(config.num_layers)
+        stated: Sequence[int] = [1] * config.num_layers  # which divides all: their own are not the question
+        if heads is not None:
+            if heads.kv_budget is not None:
+                raise ConfigError(NO_BUDGET)
+            if isinstance(heads.kv_heads, tuple) and len(heads.kv_heads) == config.num_layers:
+                stated = heads.kv_heads
+            if heads.groups is not None and len(heads.groups) == config.num_layers:
+                stated = [len(groups) for groups in heads.groups]
+        for index, owner in enumerate(owners):
+            if owner is not None and stated[index] != stated[owner]:
+                raise ConfigError(
+                    f"share_kv: layer {index} is to have {stated[index]} KV heads, and layer {owner}, whose "
+                    f"K/V it would read, {stated[owner]}"
+                )
+        layers = tuple(
+            replace(layer, num_kv_heads=1, kv_from=owner)
+            for layer, owner in zip(config.layers, owners, strict=True)
+        )
+        replace(config, layers=layers)
 
     def owners(self, layers: int) -> list[int | None]:
         """By layer of a model of so many, whose K/V it reads; None: its own. Raises ConfigError."""
@@ -139,6 +174,7 @@ class Shared:
             f"their own; {shown}",
             f"KV memory     {was:.0f} -> {now:.0f} bytes a token in bfloat16"
             + (f" ({now / was:.1%})" if was else ""),
+            *([UNKNOWN_ELSEWHERE] if sharers else []),
         ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import LayerConfig, ModelConfig
 from jaxinfer.core import ConfigError
 from jaxinfer.planner.costs import BYTES, ModelCosts, StepWork
 from jaxinfer.planner.devices import DeviceSheet
@@ -225,6 +225,11 @@ def with_kv_heads(config: ModelConfig, kv_heads: int) -> ModelConfig:
     return dataclasses.replace(config, layers=layers)
 
 
+def _alike(layer: LayerConfig, other: LayerConfig) -> bool:
+    """But for what they see."""
+    return dataclasses.replace(layer, window=other.window, sinks=other.sinks) == other
+
+
 def with_kv_of_pairs(config: ModelConfig) -> ModelConfig:
     """The model in which every second layer reads the K/V of the layer before it, if that is its like
     (CLA2 of arXiv:2405.12981). As it is where layers share K/V already, or keep a state in place of pages."""
@@ -232,7 +237,7 @@ def with_kv_of_pairs(config: ModelConfig) -> ModelConfig:
         return config
     layers = tuple(
         dataclasses.replace(layer, kv_from=index - 1)
-        if index % 2 and layer == config.layers[index - 1]
+        if index % 2 and _alike(layer, config.layers[index - 1])
         else layer
         for index, layer in enumerate(config.layers)
     )
@@ -262,6 +267,7 @@ def remedies(base: Plan, time_of: Callable[[ModelCosts], StepTime] | None = None
 def _changes(base: Plan) -> Iterator[tuple[str, ModelCosts | None, dict[str, Any], str]]:
     costs, workload = base.costs, base.workload
     heads = max(layer.num_kv_heads for layer in costs.config.layers)
+    of_which = " of the original" if costs.config.sharing_layers else ""
     for k in sorted({heads // 2, heads // 4, heads // 8, 8, 4, 1} & set(range(1, heads)), reverse=True):
         divides = all(
             min(k, layer.num_kv_heads) and layer.num_kv_heads % k == 0 for layer in costs.config.layers
@@ -270,11 +276,15 @@ def _changes(base: Plan) -> Iterator[tuple[str, ModelCosts | None, dict[str, Any
             changed = dataclasses.replace(costs, config=with_kv_heads(costs.config, k))
             yield (
                 f"GQA-{k}" if k > 1 else "MQA", changed, {},
-                "needs conversion and uptraining; the prompt's attention computes as much as before",
+                f"needs conversion{of_which} and uptraining; the prompt's attention computes as much as "
+                "before",
             )  # fmt: skip
     shared = with_kv_of_pairs(costs.config)
     if shared != costs.config:
-        note = "needs conversion and uptraining; attention reads as much as before"
+        note = (
+            f"{len(shared.sharing_layers)} of {shared.num_layers} layers read the K/V of the one before; "
+            "needs conversion and uptraining; attention reads as much as before"
+        )
         yield "CLA2", dataclasses.replace(costs, config=shared), {}, note
     for name in ("fp8_e4m3", "int8"):
         if BYTES[name] < BYTES[costs.kv_dtype]:

@@ -55,13 +55,15 @@ class Budget:
     def __init__(self) -> None:
         self.deadline = time.thread_time() + MAX_SECONDS  # of work: a busy machine is no template's fault
         self.characters = MAX_CHARACTERS
+        self.charges = 0
 
     def charge(self, characters: int = 0) -> None:
         """Take from the budget; raises ChatTemplateError when it is used up."""
         self.characters -= characters
         if self.characters < 0:
             raise ChatTemplateError(f"the chat template produced more than {MAX_CHARACTERS} characters")
-        if time.thread_time() > self.deadline:
+        self.charges += 1  # the clock of a thread costs more than most of what is charged
+        if self.charges % 32 == 0 and time.thread_time() > self.deadline:
             raise ChatTemplateError(f"the chat template ran for more than {MAX_SECONDS:g} seconds")
 
 

@@ -208,3 +208,5 @@ def test_the_streams_of_a_seed_are_those_of_numpy(seed: int) -> None:
     for stream in ((0,), (3, 0), (3, 77), (4, 2**33 + 1)):
         ours, theirs = _generator(seed, *stream), np.random.default_rng([seed % 2**64, *stream])
         assert ours.integers(0, 128_256, 50).tolist() == theirs.integers(0, 128_256, 50).tolist()
+    with pytest.raises(ValueError, match="from 0, got -3"):
+        _generator(seed, 4, -3)

@@ -146,6 +146,26 @@ def test_plans_that_mean_nothing_are_refused_by_name(options: Any, message: str)
         SharePlan(**options)
 
 
+@pytest.mark.parametrize(
+    ("heads", "sharing", "message"),
+    [
+        ({"kv_heads": 2}, {"groups": ((0, 5),)}, "share_kv names layer 5; the model has 0 to 4"),
+        ({"kv_heads": (4, 2, 2, 2, 2)}, {"share": 2}, "layer 1 is to have 2 KV heads, and layer 0, .* 4"),
+        ({"kv_budget": 0.5}, {"share": 2}, "kv_budget gives each layer KV heads of its own"),
+        (
+            {"groups": (((0, 1, 2, 3),), *(((0, 1), (2, 3)),) * 4)}, {"groups": ((0, 1),)},
+            "layer 1 is to have 2 KV heads, and layer 0, .* 1",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shared_is_refused_before_heads_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: Any, sharing: Any, message: str
+) -> None:
+    monkeypatch.setattr("jaxinfer.convert.decide", None)
+    with pytest.raises(ConfigError, match=message):
+        convert(STORIES, tmp_path / "no", heads=HeadPlan(**heads), sharing=SharePlan(**sharing), **QUIET)
+
+
 def test_models_that_cannot_share_are_refused(tmp_path: Path) -> None:
     def refused(message: str, source: Path = STORIES, **options: Any) -> None:
         with pytest.raises(ConfigError, match=message):
@@ -153,10 +173,12 @@ def test_models_that_cannot_share_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "no").exists()
 
     refused("share_kv names layer 5; the model has 0 to 4", sharing=SharePlan(groups=((0, 5),)))
+    convert(STORIES, tmp_path / "unequal", heads=HeadPlan(kv_heads=(4, 2, 2, 2, 2)), **QUIET)
     refused(
         "layer 1 cannot read the K/V of layer 0: it has 2 KV heads, and that layer 4",
-        heads=HeadPlan(kv_heads=(4, 2, 2, 2, 2)), sharing=SharePlan(share=2),
-    )  # fmt: skip
+        tmp_path / "unequal",
+        sharing=SharePlan(share=2),
+    )
     refused(
         "layer 3 cannot read the K/V of layer 2: layer 3 has linear attention",
         linear_layers=[3], sharing=SharePlan(share=2),

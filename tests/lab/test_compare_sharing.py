@@ -64,6 +64,7 @@ def test_a_variant_of_shared_kv_is_made_by_what_can_make_it(tmp_path: Path) -> N
             r"grid.methods has 'svd', by which no variant is made",
             {"variant": [{"share_kv": 2}], "grid__methods": ["mean", "svd"]},
         ),
+        (r"kv_budget gives each layer", {"variant": [{"share_kv": 2, "kv_budget": 0.5}]}),
         (r"variant has .* mean the same", {"variant": [{"share_kv": 2}, {"share_kv": 2, "name": "two"}]}),
     ],
 )
@@ -93,3 +94,4 @@ def test_a_comparison_from_end_to_end(tmp_path: Path) -> None:
     assert found["converted"]["conversion"] is None
     report = (tmp_path / "out" / "report.md").read_text()
     assert "shared-2" in report
+    assert "4 in 1 of 2 layers" in report

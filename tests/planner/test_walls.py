@@ -71,6 +71,10 @@ def test_layers_that_share_hold_half_and_read_as_much() -> None:
     assert 0 < base.decode.floor_s - found.decode.floor_s < 0.1 * base.decode.floor_s
     odd = dataclasses.replace(base.costs.config, layers=base.costs.config.layers[:3])
     assert with_kv_of_pairs(odd).sharing_layers == (1,)
+    windows = [
+        dataclasses.replace(layer, window=64 * (index == 1) or None) for index, layer in enumerate(odd.layers)
+    ]
+    assert with_kv_of_pairs(dataclasses.replace(odd, layers=tuple(windows))).sharing_layers == (1,)
     assert with_kv_of_pairs(with_kv_of_pairs(odd)) == with_kv_of_pairs(odd)
 
 

@@ -20,7 +20,7 @@ from jaxinfer.core import RequestError
 from jaxinfer.engine.validate import TOO_LONG
 from jaxinfer.server import bounds
 from jaxinfer.server.app import READ_AT_ONCE, create_app
-from jaxinfer.server.messages import PIECE
+from jaxinfer.server.messages import PIECE, in_pieces
 from jaxinfer.server.schema import ChatBody, parse_body
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
@@ -148,6 +148,20 @@ def test_a_fault_in_a_later_piece_is_where_it_is() -> None:
             assert caught.value.param == f"messages[{place}]{where}"
     read = parse_body(json.dumps({"messages": good}).encode(), ChatBody)
     assert [message.content for message in read.messages] == ["a"] * len(good)
+
+
+def test_one_check_gets_a_piece_at_most() -> None:
+    """Which other threads wait for: pydantic keeps the GIL."""
+    sizes: list[int] = []
+
+    def check(part: list[int]) -> list[int]:
+        sizes.append(len(part))
+        return part
+
+    assert in_pieces(list(range(10_000)), check) == list(range(10_000))
+    assert max(sizes) <= PIECE <= 1000
+    (validator,) = ChatBody.model_fields["messages"].metadata
+    assert validator.func is in_pieces
 
 
 def test_half_a_surrogate_is_found_wherever_it_is() -> None:

@@ -220,6 +220,7 @@ def _group(rows: Sequence[Row]) -> Row:
         **_learnt(rows[0]),
         "kv_bytes_per_token": first["shape"]["kv_bytes_per_token"],
         "kv_heads": first["shape"]["kv_heads"],
+        **{key: first["shape"][key] for key in ("kv_from",) if key in first["shape"]},
         "stderr": first["perplexity"][0]["nll_per_token"]["stderr"],
         "nats": _over_seeds([nll(row) for row in rows]),
         "perplexity": _over_seeds([perplexity(row) for row in rows]),

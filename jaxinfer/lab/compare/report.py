@@ -20,7 +20,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def page(value: dict[str, Any]) -> str:
     parts = [
         f"# {value['name']}",
         f"Original: {source['model']}, {shape['parameters'] / 1e6:.3g} million parameters, "
-        f"{shape['query_heads']} query heads, KV heads {_heads(shape['kv_heads'])}, "
+        f"{shape['query_heads']} query heads, KV heads {_heads(shape)}, "
         f"{shape['kv_bytes_per_token']:.0f} KV bytes a token (bfloat16). {_programs(value)}, "
         f"{value['device']['count']} x {value['device']['kind']}.",
     ]
@@ -163,7 +163,7 @@ def _quality(rows: Sequence[dict[str, Any]], span: str) -> list[str]:
     table = [head]
     for group in groups:
         cells = [group["variant"] or group["role"], group["method"] or "", _tokens(group)]
-        cells += [str(group["nats"]["count"]) if group["nats"] else "-", _heads(group["kv_heads"])]
+        cells += [str(group["nats"]["count"]) if group["nats"] else "-", _heads(group)]
         cells += [_spread(group["nats"], 4), _spread(group["perplexity"], 3)]
         table.append([*cells, *(_spread(group[key], 4) for _, key in optional)])
     about = (
@@ -315,8 +315,11 @@ def _share(found: dict[str, Any] | None) -> str:
     return f"{text} ± {100 * found['deviation']:.1f} ({found['lowest']:.1%} .. {found['highest']:.1%})"
 
 
-def _heads(counts: Sequence[int]) -> str:
-    return str(counts[0]) if len(set(counts)) == 1 else ",".join(map(str, counts))
+def _heads(shape: Mapping[str, Any]) -> str:
+    """KV heads of the layers, and how many layers have K/V of their own where others read them."""
+    counts, owners = shape["kv_heads"], shape.get("kv_from")
+    text = str(counts[0]) if len(set(counts)) == 1 else ",".join(map(str, counts))
+    return text if owners is None else f"{text} in {owners.count(None)} of {len(owners)} layers"
 
 
 def _ms(seconds: float | None) -> str:

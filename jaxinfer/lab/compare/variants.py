@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from jaxinfer.core import ConfigError
 from jaxinfer.heads import HeadPlan, ShareMethod, SharePlan, stated_groups
+from jaxinfer.heads.sharing import NO_BUDGET
 from jaxinfer.lab.compare.table import Table
 
 
@@ -80,6 +81,8 @@ def read_variant(table: Table) -> Variant:
             HeadPlan(kv_heads=counts, kv_budget=budget, groups=groups, unequal_groups=unequal)
         if shared is not None:
             share_plan(shared)
+            if budget is not None:
+                raise ConfigError(NO_BUDGET)
     except ConfigError as error:
         raise ConfigError(f"{table.name}: {error}") from None
     return made

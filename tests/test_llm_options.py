@@ -259,7 +259,7 @@ def test_a_text_that_is_all_but_impossible_has_an_infinite_perplexity(
 
     worst = fake_runner.Sampled(0, -math.inf, 1)
     monkeypatch.setattr(
-        fake_runner, "score_of", lambda history, target, count: replace(worst, token_id=target)
+        fake_runner, "score_of", lambda history, target, count: worst._replace(token_id=target)
     )
     (score,) = make().score("ab")
     assert (score.nll, score.perplexity) == (9999.0, math.inf)

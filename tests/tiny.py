@@ -135,6 +135,10 @@ def tiny_build(dtype: str = "float32", backend: str | Backend = "xla", platform:
     return Build(jnp.dtype(dtype), platform, Backend(backend) if isinstance(backend, str) else backend)
 
 
+TRAINED = dataclasses.replace(tiny_build(), row_major=True)
+"""As models are trained, and run over whole texts: weights are [out, in]."""
+
+
 def tiny_params(
     config: ModelConfig = TINY, tensors: dict[str, np.ndarray] | None = None, build: Build | None = None
 ) -> tuple[nnx.GraphDef, nnx.State]:

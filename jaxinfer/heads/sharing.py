@@ -128,10 +128,9 @@ class Shared:
         self._groups: dict[int, list[int]] = {}
         """Layers whose projections are averaged, by the layer that keeps the mean."""
         if plan.method == "mean":
-            for index in self.after.sharing_layers:
-                owner = owners[index]
-                assert owner is not None, f"layer {index} shares, and nobody's"
-                self._groups.setdefault(owner, [owner]).append(index)
+            for index, owner in enumerate(owners):
+                if owner is not None:
+                    self._groups.setdefault(owner, [owner]).append(index)
 
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in self._source.names() if not self._is_gone(name))

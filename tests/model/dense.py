@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.config import DynamicRope, LinearRope, Llama3Rope, ModelConfig, Rope, StepShape, YarnRope
-from jaxinfer.core import Limits, Slice, StepPlan
+from jaxinfer.core import Limits, RequestOutput, Slice, StepPlan
 from jaxinfer.model.favor import random_features
 from jaxinfer.model.kv import WriteSlots, create_kv
 from jaxinfer.runtime import inputs
@@ -129,6 +129,32 @@ def dense_logits(
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
     x = norm(x, "model.norm")
     return linear(x, "model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+
+
+def dense_logprobs(
+    config: ModelConfig, tensors: Tensors, tokens: list[int], mask: Mask | None = None
+) -> np.ndarray:
+    """[T, V] of the next token after each, under a mask as `dense_logits` takes it."""
+    logits = dense_logits(config, tensors, tokens, mask)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def check_told(
+    output: RequestOutput, logprobs: Callable[[tuple[int, ...], int], np.ndarray], atol: float, what: str
+) -> None:
+    """Every prompt token's logprob that was asked for, every answer's, and that answers are the likeliest.
+    `logprobs(tokens, num_prompt)` [T, V] says what is right."""
+    prompt = tuple(output.prompt_token_ids)
+    for part in output.outputs:
+        answer = logprobs((*prompt, *part.token_ids), len(prompt))
+        assert part.logprobs is not None
+        for at, (token, told) in enumerate(zip(part.token_ids, part.logprobs, strict=True), len(prompt) - 1):
+            assert abs(told[token].logprob - answer[at, token]) < atol, f"answer {what} at {at}"
+            assert answer[at].max() - answer[at, token] < atol
+        for at, told in enumerate(output.prompt_logprobs or ()):
+            if told is not None:
+                token = prompt[at]
+                assert abs(told[token].logprob - answer[at - 1, token]) < atol, f"prompt {what} at {at}"
 
 
 def chunk_logits(

@@ -12,7 +12,7 @@ from dense import chunk_logits
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TINY, random_tensors, tiny_build, tiny_config, tiny_params
+from tiny import TINY, TRAINED, random_tensors, tiny_build, tiny_config, tiny_params
 
 from jaxinfer.config import LayerConfig
 
@@ -27,7 +27,7 @@ TEXTS = np.random.default_rng(3).integers(0, TINY.vocab_size, (3, 21))
 
 
 def training_params(config=TINY, tensors=None):
-    return tiny_params(config, tensors, dataclasses.replace(tiny_build(), row_major=True))
+    return tiny_params(config, tensors, TRAINED)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dense import chunk_logits, dense_logits, paged_logits
 from flax import nnx
-from tiny import TINY, random_tensors, tiny_build, tiny_params
+from tiny import TINY, TRAINED, random_tensors, tiny_params
 
 from jaxinfer.config import Favor, LayerConfig, WindowSpan
 from jaxinfer.core import ConfigError
@@ -29,7 +29,6 @@ MODELS = {
     ),
 }
 TEXT = np.random.default_rng(0).integers(0, TINY.vocab_size, 41).tolist()
-TRAINED = dataclasses.replace(tiny_build(), row_major=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,7 +13,7 @@ from dense import chunk_logits, dense_logits, paged_logits
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TINY, Tensors, random_tensors, tiny_build, tiny_params
+from tiny import TINY, TRAINED, Tensors, random_tensors, tiny_build, tiny_params
 
 from jaxinfer.config import Favor, LayerConfig, ModelConfig, TopPages, TopPagesSpan, WindowSpan
 from jaxinfer.core import ConfigError
@@ -23,7 +23,6 @@ from jaxinfer.planner import ModelCosts
 from jaxinfer.planner.memory import plan_memory
 
 TEXT = np.random.default_rng(0).integers(0, TINY.vocab_size, 41).tolist()
-TRAINED = dataclasses.replace(tiny_build(), row_major=True)
 
 
 def sharing(*owners: int | None, **changes) -> ModelConfig:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dense import dense_logits
+from dense import check_told, dense_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from span_masks import mask_of
@@ -83,23 +83,11 @@ def engine(name: str, options: dict[str, Any] | None = None, *, runner: Any = No
 @functools.cache
 def expected(name: str, tokens: tuple[int, ...], num_prompt: int) -> np.ndarray:
     """[T, V] logprobs of the dense reference under the mask of `sees`."""
-    logits = dense_logits(TINY, TENSORS, list(tokens), mask_of(SPANS[name], SIZE, num_prompt))
-    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return dense_logprobs(TINY, TENSORS, list(tokens), mask_of(SPANS[name], SIZE, num_prompt))
 
 
 def check(name: str, output: RequestOutput) -> None:
-    """Every prompt token's logprob that was asked for, every answer's, and that answers are the likeliest."""
-    prompt = tuple(output.prompt_token_ids)
-    for part in output.outputs:
-        answer = expected(name, (*prompt, *part.token_ids), len(prompt))
-        assert part.logprobs is not None
-        for at, (token, told) in enumerate(zip(part.token_ids, part.logprobs, strict=True), len(prompt) - 1):
-            assert abs(told[token].logprob - answer[at, token]) < 1e-3, f"answer {name} at {at}"
-            assert answer[at].max() - answer[at, token] < 1e-3
-        for at, told in enumerate(output.prompt_logprobs or ()):
-            if told is not None:
-                token = prompt[at]
-                assert abs(told[token].logprob - answer[at - 1, token]) < 1e-3, f"prompt {name} at {at}"
+    check_told(output, functools.partial(expected, name), 1e-3, name)
 
 
 def scored(max_tokens: int) -> SamplingParams:
